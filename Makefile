@@ -1,0 +1,38 @@
+# make report   HF against SGLang on the embedded checkpoint: reports/*.html    (FRESH=1 captures again)
+# make test     everything the test suite needs, then lint, types and tests
+# make lab      JupyterLab on notebooks/
+# make bench    the figures of benchmarks/
+# make clean    removes the environment, stored captures and reports
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+READY := $(VENV)/.ready
+export VLMLAB_CACHE := $(CURDIR)/.cache/captures
+
+.PHONY: report test lab bench clean
+.DELETE_ON_ERROR:
+
+report: $(READY)
+	@$(VENV)/bin/vlmlab notebooks --out reports $(if $(FRESH),--fresh)
+
+test: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/pytest
+
+lab: $(READY)
+	$(VENV)/bin/jupyter lab notebooks
+
+bench: $(READY)
+	$(VENV)/bin/python benchmarks/compare_phases.py
+
+clean:
+	rm -rf $(VENV) .cache reports
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "vlmlab needs Python 3.11; make PYTHON=/path/to/python3.11")'
+	@echo "creating $(VENV): about 3 minutes and 11 GB"
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[sglang,test]"
+	@touch $@

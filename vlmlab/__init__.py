@@ -1,0 +1,27 @@
+"""vlmlab: two engines run the same vision-language model and disagree. Is it a bug or is it rounding, and where first?
+
+Modules, lowest first; arrows point down only (a test reads the imports):
+
+errors              VlmlabError, the one sentence a person gets instead of a traceback
+machine             what this machine has: versions, devices, which engine can run and why not
+metrics             how different two tensors are
+hookpoints          the canonical name of every captured tensor and where each engine produces it
+inputs              one prompt and picture as exact ids, pixels, grid and positions, with a content hash
+trace               {hook point: tensor} plus RunInfo: record while the engine runs, load lazily
+engine_hf           Trace from Transformers, in process
+engine_sglang       Trace from SGLang, whose engine lives in a child process
+sglang_worker       the code that runs inside that child process and SGLang's scheduler
+compare             two traces aligned: one row per hook point, one value per token
+capture             both engines on one input, stored on disk and reused
+plots               numbers to figures
+report              executed notebooks to HTML
+cli                 the commands
+"""
+
+import os
+
+__version__ = "0.1.0"
+
+# Waiting OpenMP threads spin by default. With one other busy process on a small machine that made a 0.7 s forward take
+# up to 16 s; a short spin took 0.9 s. Read once when torch loads; no bit depends on it.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")

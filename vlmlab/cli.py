@@ -1,0 +1,297 @@
+"""The commands: doctor, compare, notebooks. `vlmlab COMMAND --help` lists their options.
+
+Exit codes: 0 done, 1 doctor found that something cannot run, 2 a problem the user can act on, 130 interrupted.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlmlab import __version__
+from vlmlab.errors import VlmlabError
+
+if TYPE_CHECKING:
+    from vlmlab.compare import Comparison
+    from vlmlab.trace import Trace
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Progress:
+    """Phases on standard error: a live line with the elapsed time on a terminal, one line a phase elsewhere."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as RichProgress
+
+        self.seconds: dict[str, float] = {}
+        self._console = Console(stderr=True)
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
+        self._bar = RichProgress(*columns, console=self._console, transient=True)
+        self._task: Any = None
+        self._phase, self._began = "", 0.0
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._end()
+        self._bar.stop()
+
+    def _end(self) -> None:
+        if self._phase:
+            self.seconds[self._phase] = time.perf_counter() - self._began
+            if self._task is not None:
+                self._bar.remove_task(self._task)
+            self._console.print(f"{self._phase} ({self.seconds[self._phase]:.1f} s)", highlight=False, markup=False)
+        self._phase, self._task = "", None
+
+    def __call__(self, phase: str) -> None:
+        """Begin a phase; the one before ends."""
+        self._end()
+        self._phase, self._began = phase, time.perf_counter()
+        if self._console.is_terminal:
+            self._task = self._bar.add_task(phase, total=None)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from vlmlab.checkpoint import DATA, load_checkpoint
+    from vlmlab.machine import inspect
+
+    found = inspect()
+    found["checkpoints"] = []
+    for folder in sorted((DATA / "checkpoints").glob("*/")):
+        try:
+            checkpoint = load_checkpoint(folder)
+            entry = {"name": checkpoint.name, "ok": True, "detail": f"{checkpoint.family}, {checkpoint.dtype}"}
+        except VlmlabError as error:
+            entry = {"name": folder.name, "ok": False, "detail": str(error)}
+        found["checkpoints"].append(entry)
+    usable = bool(found["checkpoints"]) and all(c["ok"] for c in found["checkpoints"])
+    ok = all(found["engines"].values()) and usable
+    if options.json:
+        print(json.dumps(found, allow_nan=False))
+    else:
+        _print_doctor(found)
+    return 0 if ok else 1
+
+
+def _print_doctor(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=f"vlmlab {__version__}: what can run here")
+    for column in ("", "what", "found"):
+        table.add_column(column)
+    for check in found["checks"]:
+        table.add_row("ok" if check["ok"] else "NO", f"{check['engine']}: {check['name']}", check["detail"])
+    for checkpoint in found["checkpoints"]:
+        table.add_row("ok" if checkpoint["ok"] else "NO", f"checkpoint: {checkpoint['name']}", checkpoint["detail"])
+    if not found["checkpoints"]:
+        table.add_row("NO", "checkpoint", "none in data/checkpoints; pass --model to the other commands")
+    device = found["device"]
+    table.add_row(
+        "ok", "device", f"{device['type']}: {device['name']} ({device['capability']}), {found['threads']} threads"
+    )
+    console.print(table)
+    for name, can in found["engines"].items():
+        console.print(f"{name}: {'can run here' if can else 'cannot run here'}")
+
+
+def _compare(options: argparse.Namespace) -> int:
+    start = time.perf_counter()
+    with Progress() as say:
+        say("importing")
+        from vlmlab.compare import compare_inputs, compare_traces, comparison_json
+        from vlmlab.trace import load_trace, write_json
+
+        if options.traces:
+            out = Path(options.out) if options.out else None
+            baseline, target = (load_trace(folder) for folder in options.traces)
+        else:
+            baseline, target, out = _capture(options, say)
+        say("comparing")
+        comparison = compare_traces(baseline, target)
+        inputs_equal = bool(compare_inputs(baseline, target)["equal"].all())
+    seconds = {**say.seconds, "total": time.perf_counter() - start}
+    result = comparison_json(comparison, inputs_equal, seconds)
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "comparison.json", result)
+    if options.json:
+        print(json.dumps(result, allow_nan=False))
+    else:
+        _print_comparison(comparison, inputs_equal)
+        if out:
+            print(f"written to {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+    return 0
+
+
+def _capture(options: argparse.Namespace, say: Progress) -> tuple["Trace", "Trace", Path]:
+    from vlmlab.capture import capture_hf, capture_sglang
+    from vlmlab.checkpoint import load_checkpoint
+    from vlmlab.inputs import load_image, load_prompt, prepare_inputs, reference_inputs
+    from vlmlab.trace import save_trace
+
+    engine_args = _engine_args(options.engine_arg)
+    image = load_image(options.image) if options.image else None
+    prompt = load_prompt(options.prompt) if options.prompt else None
+    say("reading the checkpoint")
+    checkpoint = load_checkpoint(options.model)
+    say("preparing the input")
+    if image is None or prompt is None:
+        inputs = reference_inputs(checkpoint)
+        image, prompt = image or inputs.image, prompt or inputs.text
+    inputs = prepare_inputs(checkpoint, image, prompt)
+    out = Path(options.out) if options.out else Path("runs") / f"{Path(checkpoint.name).name}-{inputs.hash[:8]}"
+    hf = capture_hf(checkpoint, inputs, fresh=options.fresh, attention=options.attention, say=say)
+    save_trace(hf, out / "hf")
+    sglang = capture_sglang(checkpoint, inputs, hf, fresh=options.fresh, engine_args=engine_args, say=say)
+    save_trace(sglang, out / "sglang")
+    return hf, sglang, out
+
+
+def _engine_args(pairs: Sequence[str]) -> dict[str, Any]:
+    """`NAME=VALUE` pairs; the value is JSON where it parses, else text."""
+    arguments: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not (name.isidentifier() and equals):
+            raise VlmlabError(f"expected --engine-arg NAME=VALUE, got {pair!r}; for example tp_size=2")
+        try:
+            arguments[name] = json.loads(value)
+        except ValueError:
+            arguments[name] = value
+    return arguments
+
+
+def _print_comparison(comparison: "Comparison", inputs_equal: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=max(110, shutil.get_terminal_size().columns))
+    for part, title in (("vision", "ViT"), ("language", "prefill")):
+        table = Table(title=f"{title}: {comparison.baseline.engine} against {comparison.target.engine}")
+        for column in ("hook point", "status", "cosine min", "at token", "mean", "whole", "rel. L2", "max abs"):
+            table.add_column(column, justify="left" if column in ("hook point", "status") else "right")
+        for row in comparison.part(part):
+            numbers = (row.cosine_mean, row.cosine_whole, row.rel_l2_error, row.max_abs_diff)
+            worst = "n/a" if row.cosine_min_token is None else str(row.cosine_min_token)
+            table.add_row(row.hookpoint, row.status, _show(row.cosine_min), worst, *(_show(n) for n in numbers))
+        console.print(table)
+    console.print(f"inputs equal: {'yes' if inputs_equal else 'NO: ask notebook 01 before reading the numbers'}")
+    console.print(comparison.summary(), highlight=False)
+
+
+def _show(number: float | None) -> str:
+    return "n/a" if number is None else f"{number:.6g}" if abs(number) < 0.999 else f"{number:.8f}"
+
+
+def _notebooks(options: argparse.Namespace) -> int:
+    """Capture once, then execute every notebook on the stored captures and export it."""
+    start = time.perf_counter()
+    with Progress() as say:
+        say("importing")
+        from vlmlab.capture import capture_both
+        from vlmlab.checkpoint import load_checkpoint
+        from vlmlab.compare import compare_traces
+        from vlmlab.inputs import reference_inputs
+        from vlmlab.report import run_notebook, write_html
+
+        checkpoint = load_checkpoint(options.model)
+        inputs = reference_inputs(checkpoint)
+        comparison = compare_traces(*capture_both(checkpoint, inputs, fresh=options.fresh, say=say))
+        written = []
+        for notebook in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
+            say(f"notebook {notebook.stem}")
+            executed = run_notebook(notebook, {"model": str(checkpoint.folder)})
+            written.append(write_html(executed, Path(options.out) / f"{notebook.stem}.html"))
+    for file in written:
+        print(file)
+    print(f"{comparison.summary()} ({time.perf_counter() - start:.0f} s)")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    debug = argparse.ArgumentParser(add_help=False)
+    debug.add_argument("--debug", action="store_true", help="show the traceback behind an error")
+    model = argparse.ArgumentParser(add_help=False)
+    model.add_argument(
+        "--model",
+        help="checkpoint folder or hub id (default: the embedded checkpoint)",
+    )
+    model.add_argument("--fresh", action="store_true", help="capture again even where a stored capture fits")
+
+    parser = argparse.ArgumentParser(
+        prog="vlmlab", description="Two engines, one vision-language model: where do they part?"
+    )
+    parser.add_argument("--version", action="version", version=f"vlmlab {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    doctor = commands.add_parser("doctor", parents=[debug], help="what can run on this machine, and why not")
+    doctor.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    doctor.set_defaults(run=_doctor)
+
+    compare = commands.add_parser("compare", parents=[debug, model], help="capture from both engines and compare")
+    compare.add_argument("--image", help="picture (default: the reference picture, 720 image tokens)")
+    compare.add_argument(
+        "--prompt", help="text file with one <image> place (default: the reference prompt, 830 tokens)"
+    )
+    compare.add_argument("--out", help="folder for both traces and comparison.json (default: runs/MODEL-INPUT)")
+    compare.add_argument("--json", action="store_true", help="one JSON object on standard output and nothing else")
+    compare.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa", help="Transformers' attention")
+    compare.add_argument(
+        "--engine-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="passed to sglang.Engine, e.g. tp_size=2",
+    )
+    compare.add_argument(
+        "--traces", nargs=2, metavar=("BASELINE", "TARGET"), help="compare two trace folders; starts no engine"
+    )
+    compare.set_defaults(run=_compare)
+
+    notebooks = commands.add_parser("notebooks", parents=[debug, model], help="execute the notebooks and write HTML")
+    notebooks.add_argument("--out", default="reports", help="folder for the HTML files (default: reports)")
+    notebooks.set_defaults(run=_notebooks)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args: arguments: command line without the program's name; None for sys.argv.
+    Returns: exit code.
+    """
+    options = _parser().parse_args(arguments)
+    os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    signal.signal(signal.SIGTERM, _interrupt)  # so that contexts end their engines
+    try:
+        return options.run(options)
+    except VlmlabError as error:
+        if options.debug:
+            raise
+        print(f"vlmlab: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("vlmlab: interrupted; engines are shut down, nothing half-written is kept", file=sys.stderr)
+        return 130
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,358 @@
+"""Trace from SGLang: the real `sglang.Engine`, owned by a child process of ours.
+
+open_sglang         a started engine as a context; nothing it started outlives the block or this process
+SGLangEngine        capture one input; one started engine serves many captures
+engine_arguments    the Engine arguments that follow from this machine
+
+The engine gets its own process because importing sglang changes the importer (signal handlers, event loop, torch
+settings), because SGLang's answer to a dead scheduler is to kill its parent, and because on a machine without CUDA a
+stand-in for `sgl_kernel` must be first on the path of SGLang's processes, and only there.
+"""
+
+import base64
+import contextlib
+import io
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vlmlab.checkpoint import Checkpoint
+from vlmlab.errors import VlmlabError
+from vlmlab.hookpoints import hook_points
+from vlmlab.inputs import Inputs
+from vlmlab.machine import device_info, engine_checks, has_cuda, versions
+from vlmlab.sglang_worker import RECORDED_FILE, REQUEST_FILE
+from vlmlab.trace import RunInfo, Trace, load_trace, write_run, write_trace
+
+STANDIN = Path(__file__).parent / "cpu_standin"
+START_TIMEOUT_S = 300.0
+REQUEST_TIMEOUT_S = 300.0
+SHUTDOWN_TIMEOUT_S = 20.0
+WORKER = "vlmlab.sglang_worker"
+
+
+def engine_arguments(checkpoint: Checkpoint, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Engine arguments for reproducible captures on this machine, without the model path and the hooks.
+
+    Overlapping, caching and CUDA graphs are off, since each would skip or replay the Python modules that hooks observe.
+
+    Args: checkpoint: gives the dtype. extra: further `sglang.Engine` arguments, such as {"tp_size": 2}; they win.
+    Returns: keyword arguments of `sglang.Engine`.
+    Source: sglang@0.5.23: srt/server_args.py (names and meaning).
+    """
+    arguments: dict[str, Any] = {
+        "dtype": checkpoint.dtype,
+        "disable_overlap_schedule": True,
+        "disable_radix_cache": True,
+        "disable_cuda_graph": True,
+        "chunked_prefill_size": -1,
+        "skip_server_warmup": True,
+        "random_seed": 0,
+        "log_level": "info",
+    }
+    if not has_cuda():
+        arguments |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "mm_attention_backend": "sdpa",
+            "mem_fraction_static": 0.3,
+            "max_total_tokens": 8192,
+        }
+    return arguments | dict(extra or {})
+
+
+def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """Environment of SGLang's processes: the stand-in first on the path without CUDA, caches off, no network."""
+    environment = dict(os.environ) | {"SGLANG_VLM_CACHE_SIZE_MB": "0", "HF_HUB_OFFLINE": "1"}
+    if not has_cuda():
+        paths = [str(STANDIN), os.environ.get("PYTHONPATH", "")]
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "SGLANG_USE_CPU_ENGINE": "1",
+            # One decorator-level torch.compile would cost 20 s; tensors are bit-identical without it.
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+    return environment | dict(extra)
+
+
+def decisive_lines(log: str, count: int = 6) -> str:
+    """The lines of an engine's log that say why it failed: the last error and what stands around it.
+
+    Args: log: whole log. count: how many lines. Returns: lines, without absolute paths.
+    """
+    lines = [line.rstrip() for line in log.splitlines() if line.strip()]
+    errors = [i for i, line in enumerate(lines) if re.match(r"^(\S*\.)?\w*(Error|Exception)\b", line)]
+    end = errors[-1] + 1 if errors else len(lines)
+    chosen = lines[max(0, end - (1 if errors else count)) : end]
+    return "\n".join(re.sub(r"(/[\w.+-]+)+/([\w.+-]+)", r"\2", line) for line in chosen)
+
+
+class SGLangEngine:
+    """A started engine. Use open_sglang.
+
+    Attributes: checkpoint, arguments: Engine arguments in force, log: path of the engine's log, seconds: start-up time.
+    """
+
+    name = "sglang"
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        extra: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        timeout: float = START_TIMEOUT_S,
+    ) -> None:
+        failed = [check for check in engine_checks() if check.engine == "sglang" and not check.ok]
+        if failed:
+            raise VlmlabError(f"SGLang cannot run here: {failed[0].name}: {failed[0].detail}")
+        self.checkpoint = checkpoint
+        self.arguments = engine_arguments(checkpoint, extra)
+        self._environment = dict(environment or {})
+        self._folder = tempfile.TemporaryDirectory(prefix="vlmlab-sglang-")
+        self._control = Path(self._folder.name)
+        self.log = self._control / "engine.log"
+        self._process: subprocess.Popen | None = None
+        start = time.perf_counter()
+        try:
+            self._start(timeout)
+        except BaseException:
+            self.close()
+            raise
+        self.seconds = {"start": time.perf_counter() - start}
+
+    def _start(self, timeout: float) -> None:
+        arguments = self.arguments | {"model_path": str(self.checkpoint.folder), "forward_hooks": self._hook_specs()}
+        with open(self.log, "wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", WORKER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=_environment(self._environment),
+                start_new_session=True,  # a group of its own: Ctrl-C reaches us, and we end the whole group by its id
+            )
+        self._send(arguments)
+        reply = self._receive(timeout, "start")
+        if "error" in reply:
+            raise VlmlabError(f"the SGLang engine did not start: {reply['error']}\n{self._log_lines()}")
+
+    def _hook_specs(self) -> list[dict[str, Any]]:
+        control = str(self._control)
+        tensor_parallel = self.arguments.get("tp_size", 1) > 1
+        reads: dict[str, list[list[str]]] = {}
+        for point in hook_points(self.checkpoint.config):
+            if point.slot == "logits" or (tensor_parallel and point.name.endswith(("attn_out", "mlp_out"))):
+                continue  # under tensor parallelism a half-block's output is one rank's partial sum
+            reads.setdefault(point.sglang, []).append([point.name, point.part, point.slot])
+        specs = [_spec(module, "record", {"control": control, "reads": here}) for module, here in reads.items()]
+        specs.append(_spec("model.layers.0", "first_layer", {"control": control}))
+        specs.append(_spec("logits_processor", "finish", {"control": control}))
+        return specs
+
+    def _send(self, content: Mapping[str, Any]) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(content).encode() + b"\n")
+            self._process.stdin.flush()
+        except (BrokenPipeError, OSError, ValueError) as error:
+            raise self._died() from error
+
+    def _receive(self, timeout: float, doing: str) -> dict[str, Any]:
+        assert self._process is not None and self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], timeout)
+        if not ready:
+            raise VlmlabError(
+                f"the SGLang engine did not {doing} within {timeout:.0f} s; last lines of its log:\n{self._log_lines()}"
+            )
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._died()
+        return json.loads(line)
+
+    def _died(self) -> VlmlabError:
+        code = self._process.wait(SHUTDOWN_TIMEOUT_S) if self._process else None
+        return VlmlabError(
+            f"the SGLang engine died (exit code {code}); start it again. Its log says:\n{self._log_lines()}"
+        )
+
+    def _log_lines(self) -> str:
+        return decisive_lines(self.log.read_text(encoding="utf-8", errors="replace"))
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's process still runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def generate(self, inputs: Inputs, max_new_tokens: int = 1, embeddings: Tensor | None = None) -> list[int]:
+        """Greedy tokens for one input.
+
+        Args: inputs: what to ask; SGLang tokenizes the text and processes the picture itself. max_new_tokens: how many.
+        embeddings: [image tokens, D...] vision output to use instead of the picture.
+        Returns: token ids. Raises: VlmlabError: the engine refused or died.
+        """
+        request: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+        if embeddings is not None:
+            assert inputs.image_grid_thw is not None
+            file = self._control / "embeddings.safetensors"
+            content = {
+                "precomputed_embeddings": embeddings.contiguous(),
+                "image_grid_thw": inputs.image_grid_thw,
+                "input_ids": inputs.input_ids[None].contiguous(),
+            }
+            save_file(content, file)
+            request |= {"input_ids": inputs.input_ids.tolist(), "image": {"file": str(file)}}
+        else:
+            request |= {"prompt": inputs.text, "image": _data_uri(inputs)}
+        self._send(request)
+        reply = self._receive(REQUEST_TIMEOUT_S, "answer")
+        if "error" in reply:
+            raise VlmlabError(f"the SGLang engine refused the request: {reply['error']}")
+        return reply["output_ids"]
+
+    def capture(self, inputs: Inputs, folder: Path, embeddings: Tensor | None = None) -> Trace:
+        """One prefill with every hook point copied to disk by the scheduler process.
+
+        Args: inputs: what to ask. folder: trace folder to write. embeddings: vision output for the language model; with
+        it, the vision part comes from the picture and the language part from a second request that is given this.
+        Returns: Trace. Raises: VlmlabError: disk full, the engine died, or a hook point was never reached.
+        """
+        start = time.perf_counter()
+        with write_trace(folder) as partial:
+            if embeddings is None:
+                recorded = self._record(partial, ["inputs", "vision", "language"], inputs)
+            else:
+                recorded = self._record(partial, ["inputs", "vision"], inputs)
+                second = self._record(partial, ["language"], inputs, embeddings)
+                recorded["shards"] |= second["shards"]
+            self._check_reached(recorded["shards"], inputs)
+            seconds = {**self.seconds, "capture": time.perf_counter() - start}
+            info = self._run_info(inputs, recorded, embeddings is not None, seconds)
+            write_run(partial, info, recorded["shards"])
+        return load_trace(folder)
+
+    def _record(
+        self, folder: Path, parts: list[str], inputs: Inputs, embeddings: Tensor | None = None
+    ) -> dict[str, Any]:
+        recorded_file = self._control / RECORDED_FILE
+        request_file = self._control / REQUEST_FILE
+        recorded_file.unlink(missing_ok=True)
+        request_file.write_text(json.dumps({"folder": str(folder), "parts": parts}), encoding="utf-8")
+        try:
+            self.generate(inputs, embeddings=embeddings)
+        finally:
+            request_file.unlink(missing_ok=True)
+        if not recorded_file.is_file():
+            raise VlmlabError("SGLang answered but its hooks recorded nothing; its log says:\n" + self._log_lines())
+        recorded = json.loads(recorded_file.read_text(encoding="utf-8"))
+        if recorded["error"]:
+            raise VlmlabError(recorded["error"])
+        return recorded
+
+    def _check_reached(self, shards: Mapping[str, str], inputs: Inputs) -> None:
+        wanted = {read[0] for spec in self._hook_specs() for read in spec["config"].get("reads", [])} | {"logits"}
+        if inputs.image is None:
+            wanted = {name for name in wanted if not name.startswith("vision.")}
+        unreached = sorted(wanted - set(shards))
+        if unreached:
+            raise VlmlabError(f"SGLang never reached hook point {unreached[0]} (and {len(unreached) - 1} more)")
+
+    def _run_info(self, inputs: Inputs, recorded: Mapping[str, Any], given: bool, seconds: dict[str, float]) -> RunInfo:
+        settings = engine_settings(self.checkpoint, self.arguments)
+        settings["flags"] = settings["flags"] | {
+            "language_input": "given vision output" if given else "own vision output"
+        }
+        return RunInfo(
+            model=self.checkpoint.name,
+            family=self.checkpoint.family,
+            weights_hash=self.checkpoint.weights_hash,
+            input_hash=inputs.hash,
+            threads=recorded["threads"],
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            config=self.checkpoint.config,
+            seconds=seconds,
+            **settings,
+        )
+
+    def close(self) -> None:
+        """Shut the engine down; end whatever is left of its process group."""
+        process, self._process = self._process, None
+        if process is not None:
+            assert process.stdin is not None and process.stdout is not None
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SHUTDOWN_TIMEOUT_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the group we created; gone when shutdown was clean
+            process.wait()
+            process.stdout.close()
+        self._folder.cleanup()
+
+
+def engine_settings(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything about an engine with these arguments that can change a bit, without starting it.
+
+    Args: checkpoint, arguments: see engine_arguments. Returns: JSON-ready settings.
+    """
+    return {
+        "engine": "sglang",
+        "dtype": checkpoint.dtype,
+        "attention": arguments.get("attention_backend") or "engine default",
+        "device": device_info(arguments.get("device")),
+        "versions": versions(),
+        "flags": {key: _portable(value) for key, value in arguments.items() if key != "log_level"},
+    }
+
+
+def _portable(value: Any) -> Any:
+    return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
+
+
+def _spec(module: str, factory: str, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": f"vlmlab {factory} {module}",
+        "target_modules": [module],
+        "hook_factory": f"{WORKER}:{factory}",
+        "config": config,
+    }
+
+
+def _data_uri(inputs: Inputs) -> str | None:
+    if inputs.image is None:
+        return None
+    stream = io.BytesIO()
+    inputs.image.save(stream, format="PNG", compress_level=1)
+    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
+
+
+@contextlib.contextmanager
+def open_sglang(
+    checkpoint: Checkpoint,
+    extra: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = START_TIMEOUT_S,
+) -> Iterator[SGLangEngine]:
+    """A started engine, shut down at the end of the block.
+
+    Args: checkpoint: what to load. extra: further Engine arguments, such as {"tp_size": 2}. environment: further
+    variables. timeout: seconds to wait for readiness.
+    Raises: VlmlabError: SGLang is missing, does not start in time, or fails; with the decisive lines of its log.
+    """
+    engine = SGLangEngine(checkpoint, extra, environment, timeout)
+    try:
+        yield engine
+    finally:
+        engine.close()

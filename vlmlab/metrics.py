@@ -1,0 +1,111 @@
+"""How different two tensors are.
+
+cosine_similarity   angle per token; blind to length
+rel_l2_error        length of the difference over length of the baseline, per token
+norm_ratio          length of the target over length of the baseline, per token
+max_abs_diff        largest elementwise difference
+bitwise_equal       same dtype, shape and bits
+dominant_channels   the channels that carry a token's length, so that one of them cannot hide the rest
+
+All measures upcast to float64 before any product, so a cosine never leaves [-1, 1] and a norm never overflows. Tensors
+are `[T, D]`: T tokens (or patches), D channels.
+"""
+
+import torch
+from torch import Tensor
+
+
+def _float64_pair(baseline: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    if baseline.shape != target.shape:
+        raise ValueError(
+            f"expected equal shapes, got baseline {tuple(baseline.shape)} and target {tuple(target.shape)}; "
+            "align the two traces first"
+        )
+    if baseline.numel() == 0:
+        raise ValueError(f"nothing to compare: both tensors are empty {tuple(baseline.shape)}")
+    return baseline.double(), target.double()
+
+
+def cosine_similarity(baseline: Tensor, target: Tensor) -> Tensor:
+    """Cosine of the angle between the two vectors of each token, computed in float64.
+
+    Args: baseline: [T, D] float tensor. target: [T, D] float tensor; dtype may differ.
+    Returns: [T] float64, unitless, in [-1, 1]. NaN where a vector is zero or not finite. Blind to length: see
+    rel_l2_error.
+    Raises: ValueError: shapes differ (both are printed) or nothing to compare.
+    Source: definition; unlike torch's function, no eps clamp.
+    """
+    x, y = _float64_pair(baseline, target)
+    # Scaled by the largest element first: the squares of float64 values near 1e300 would overflow.
+    x = x / x.abs().amax(-1, keepdim=True)
+    y = y / y.abs().amax(-1, keepdim=True)
+    cosine = (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1))
+    # Equal directions must give exactly 1: the quotient of two roundings can be 1 - 1e-16.
+    cosine = torch.where((x == y).all(-1) & cosine.isfinite(), torch.ones_like(cosine), cosine)
+    return cosine.clamp(-1.0, 1.0)
+
+
+def rel_l2_error(baseline: Tensor, target: Tensor) -> Tensor:
+    """Length of `target - baseline` over the length of `baseline`, per token, computed in float64.
+
+    Args: baseline: [T, D]. target: [T, D].
+    Returns: [T] float64, unitless, >= 0. NaN where the baseline vector is zero or a value is not finite.
+    Raises: ValueError: shapes differ or nothing to compare.
+    Source: definition.
+    """
+    x, y = _float64_pair(baseline, target)
+    error = (y - x).norm(dim=-1) / x.norm(dim=-1)
+    return torch.where(error.isfinite(), error, torch.nan)
+
+
+def norm_ratio(baseline: Tensor, target: Tensor) -> Tensor:
+    """Length of `target` over length of `baseline`, per token, computed in float64.
+
+    Args: baseline: [T, D]. target: [T, D].
+    Returns: [T] float64, unitless. NaN where the baseline vector is zero or a value is not finite.
+    Raises: ValueError: shapes differ or nothing to compare.
+    Source: definition.
+    """
+    x, y = _float64_pair(baseline, target)
+    ratio = y.norm(dim=-1) / x.norm(dim=-1)
+    return torch.where(ratio.isfinite(), ratio, torch.nan)
+
+
+def max_abs_diff(baseline: Tensor, target: Tensor) -> float:
+    """Largest elementwise difference, in the unit of the tensors, computed in float64.
+
+    Args: baseline, target: tensors of one shape. Returns: float >= 0; NaN when a value is not finite.
+    Raises: ValueError: shapes differ or nothing to compare.
+    Source: definition.
+    """
+    x, y = _float64_pair(baseline, target)
+    return (y - x).abs().max().item()
+
+
+def bitwise_equal(baseline: Tensor, target: Tensor) -> bool:
+    """Whether dtype, shape and every bit agree. NaN equals the same NaN; 0.0 does not equal -0.0.
+
+    Args: baseline, target: any tensors. Returns: bool.
+    Source: definition.
+    """
+    if baseline.dtype != target.dtype or baseline.shape != target.shape:
+        return False
+    return torch.equal(baseline.reshape(-1).view(torch.uint8), target.reshape(-1).view(torch.uint8))
+
+
+def dominant_channels(states: Tensor, count: int = 3) -> list[tuple[int, float]]:
+    """The channels that carry most of the squared length of all tokens together.
+
+    Args: states: [T, D]. count: how many channels.
+    Returns: [(channel, share of the summed squares in [0, 1])], largest first; empty when all values are zero.
+    Raises: ValueError: nothing to compare.
+    Source: definition.
+    """
+    if states.numel() == 0:
+        raise ValueError(f"nothing to compare: the tensor is empty {tuple(states.shape)}")
+    energy = states.double().square().sum(0)
+    total = energy.sum()
+    if not total > 0:
+        return []
+    values, channels = energy.topk(min(count, energy.numel()))
+    return [(int(c), float(v / total)) for c, v in zip(channels, values, strict=True)]

@@ -1,0 +1,154 @@
+"""Numbers to figures, with no numbers of their own.
+
+plot_decay          per-layer cosine decay: worst token, mean and whole tensor, 1 - cosine on a log axis
+plot_token_heat     every layer and token at once
+plot_worst_tokens   the tokens that differ most, drawn on the picture
+"""
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from PIL import Image
+
+from vlmlab.compare import Comparison, Row
+
+STYLES = {
+    "cosine_min": ("worst token", "#c0392b", "o"),
+    "cosine_mean": ("mean over tokens", "#2471a3", "s"),
+    "cosine_whole": ("whole tensor", "#7d6608", "^"),
+}
+
+
+def _decay(row: Row, measure: str) -> float:
+    value = getattr(row, measure)
+    return np.nan if value is None else 1.0 - value
+
+
+def _stream(comparison: Comparison, part: str) -> list[Row]:
+    """The rows that make a decay curve: the stream entering, after every block, and what follows the blocks."""
+    kept = [row for row in comparison.part(part) if row.hookpoint.endswith(("resid_pre", "resid_post"))]
+    after = [row for row in comparison.part(part) if row.layer is None and row.hookpoint != "vision.patch_embed"]
+    return kept + after
+
+
+def _label(row: Row) -> str:
+    if row.layer is None:
+        return row.hookpoint.removeprefix("vision.")
+    return "in" if row.hookpoint.endswith("resid_pre") else str(row.layer)
+
+
+def plot_decay(comparison: Comparison, part: str) -> Figure:
+    """Per-layer cosine decay of the residual stream; the worst token of the worst layer is named.
+
+    Args: comparison: compared traces. part: "vision" or "language".
+    Returns: Figure. Raises: ValueError: the part has no rows.
+    """
+    rows = _stream(comparison, part)
+    if not rows:
+        raise ValueError(f"no evidence: nothing was compared in the {part} part")
+    figure = Figure(figsize=(9.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    x = np.arange(len(rows))
+    curves = {measure: np.array([_decay(row, measure) for row in rows]) for measure in STYLES}
+    positive = np.concatenate(list(curves.values()))
+    positive = positive[positive > 0]
+    low, high = (positive.min(), positive.max()) if positive.size else (1e-16, 1e-15)
+    bottom = low / 10  # a log axis has no place for identical vectors, 1 - cosine = 0: they are drawn hollow down here
+    for measure, (label, colour, marker) in STYLES.items():
+        curve = curves[measure]
+        axes.plot(x, np.where(curve > 0, curve, np.nan), color=colour, marker=marker, ms=3.5, lw=1.3, label=label)
+        axes.plot(x[curve == 0], np.full((curve == 0).sum(), bottom), marker, mfc="none", mec=colour, ms=6)
+    axes.set_yscale("log")
+    axes.set_ylim(bottom / 2, high * 10)
+    worst = min(
+        (row for row in rows if row.cosine_min is not None), key=lambda row: row.cosine_min or 0.0, default=None
+    )
+    if worst is not None and worst.status != "ok":
+        at = rows.index(worst)
+        axes.annotate(
+            f"{worst.hookpoint}, token {worst.cosine_min_token}: cosine {worst.cosine_min:.6f}",
+            (float(x[at]), _decay(worst, "cosine_min")),
+            xytext=(0, 14),
+            textcoords="offset points",
+            ha="right" if at > len(rows) / 2 else "left",
+            arrowprops={"arrowstyle": "-", "lw": 0.8},
+            fontsize=9,
+        )
+    step = max(1, len(rows) // 18)
+    ticks = [i for i, row in enumerate(rows) if row.layer is None or i % step == 0]
+    axes.set_xticks(ticks, [_label(rows[i]) for i in ticks], rotation=60 if any(r.layer is None for r in rows) else 0)
+    axes.set_xlabel(f"{part} block (residual stream after it)")
+    axes.set_ylabel("1 - cosine")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", frameon=False)
+    axes.set_title(_title(comparison), fontsize=10, loc="left")
+    identical = [row.hookpoint for row in rows if row.status == "ok"]
+    if identical:
+        axes.text(0.01, 0.02, f"{len(identical)} of {len(rows)} points bit-equal (hollow, at the bottom)",
+                  transform=axes.transAxes, fontsize=8)  # fmt: skip
+    return figure
+
+
+def _title(comparison: Comparison) -> str:
+    a, b = comparison.baseline, comparison.target
+    return (
+        f"{a.model}: {a.engine} (transformers {a.versions['transformers']}) against {b.engine} "
+        f"({b.versions['sglang']}), {b.dtype}, {b.device['type']} {b.device['capability']}"
+    )
+
+
+def plot_token_heat(comparison: Comparison, part: str) -> Figure:
+    """1 - cosine of every token (across) after every block (up), on a log colour scale.
+
+    Args: comparison: compared traces. part: "vision" or "language".
+    Returns: Figure. Raises: ValueError: the part has no blocks.
+    """
+    from matplotlib.colors import LogNorm
+
+    rows = [row for row in comparison.part(part) if row.hookpoint.endswith("resid_post")]
+    rows = [row for row in rows if row.hookpoint in comparison.cosines]
+    if not rows:
+        raise ValueError(f"no evidence: nothing was compared in the {part} part")
+    decay = np.stack([1.0 - comparison.cosines[row.hookpoint].numpy() for row in rows])
+    positive = decay[decay > 0]
+    figure = Figure(figsize=(9.5, 3.2), layout="constrained")
+    axes = figure.subplots()
+    low, high = (positive.min(), positive.max()) if positive.size else (1e-16, 1e-15)
+    shown = np.where(decay > 0, decay, np.nan)
+    image = axes.imshow(shown, aspect="auto", origin="lower", norm=LogNorm(low, max(high, low * 1.01)), cmap="magma")
+    figure.colorbar(image, ax=axes, label="1 - cosine (blank: identical)")
+    axes.set_xlabel("patch, four to a merged token" if part == "vision" else "token")
+    axes.set_ylabel("block")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def plot_worst_tokens(comparison: Comparison, image: Image.Image, grid: tuple[int, int], count: int = 5) -> Figure:
+    """The merged image tokens on the picture: shaded by 1 - cosine, the worst ones outlined and numbered.
+
+    Args: comparison: compared traces with `vision.merger`. image: the picture as the engines saw it. grid: merged
+    tokens (rows, columns). count: how many to outline.
+    Returns: Figure. Raises: ValueError: the merger was not compared, or the grid does not match.
+    """
+    from matplotlib.patches import Rectangle
+
+    if "vision.merger" not in comparison.cosines:
+        raise ValueError("no evidence: vision.merger was not compared")
+    cosines = comparison.cosines["vision.merger"].numpy()
+    rows, columns = grid
+    if rows * columns != cosines.size:
+        raise ValueError(f"expected a grid of {cosines.size} tokens, got {rows} x {columns}")
+    decay = (1.0 - cosines).reshape(rows, columns)
+    figure = Figure(figsize=(8.5, 5.6), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(image, extent=(0, columns, rows, 0))
+    shade = axes.imshow(decay, extent=(0, columns, rows, 0), cmap="Reds", alpha=0.55, interpolation="nearest")
+    figure.colorbar(shade, ax=axes, label="1 - cosine after the merger", shrink=0.8)
+    for rank, token in enumerate(np.argsort(cosines)[:count], start=1):
+        row, column = divmod(int(token), columns)
+        axes.add_patch(Rectangle((column, row), 1, 1, fill=False, ec="black", lw=1.6))
+        axes.text(column + 1.1, row + 0.5, f"{rank}: token {token}", fontsize=8, va="center",
+                  bbox={"fc": "white", "ec": "none", "alpha": 0.75, "pad": 1})  # fmt: skip
+    axes.set_xlabel("merged token column")
+    axes.set_ylabel("merged token row")
+    return figure

@@ -1,0 +1,193 @@
+"""What runs outside the notebook: the process that owns `sglang.Engine`, and the hooks inside its scheduler process.
+
+serve           start the engine, then answer requests from standard input until it closes
+record          hook factory that SGLang's `forward_hooks` argument names; runs in the scheduler process
+finish          hook factory for the last module of a forward pass; completes the recording
+
+Only this module imports sglang. A recording is asked for through a file: the scheduler looks for `request.json` in the
+control folder when a forward pass starts, streams tensors into the folder it names, and writes `recorded.json` at the
+end.
+
+Source: sglang@0.5.23: srt/model_executor/hook_manager.py (factory and hook signatures).
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmlab.hookpoints import read
+from vlmlab.trace import Recorder, dtype_name, write_json
+
+REQUEST_FILE = "request.json"
+RECORDED_FILE = "recorded.json"
+
+
+class _Recording:
+    """The recording in progress in this scheduler process; tensor parallel ranks other than 0 never have one."""
+
+    def __init__(self, folder: Path, parts: list[str]) -> None:
+        self.recorder = Recorder(folder)
+        self.parts = parts
+        self.error: str | None = None
+        self.facts: dict[str, Any] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self.error is None:
+            try:
+                self.recorder.add(name, tensor)
+            except Exception as error:  # an exception here would kill the scheduler; the owner raises it instead
+                self.error = str(error)
+
+
+_current: _Recording | None = None
+
+
+def _recording(control: Path) -> _Recording | None:
+    global _current
+    request = control / REQUEST_FILE
+    if _current is None and request.exists() and _rank() == 0:
+        asked = json.loads(request.read_text(encoding="utf-8"))
+        request.unlink()
+        _current = _Recording(Path(asked["folder"]), asked["parts"])
+    return _current
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def record(config: dict[str, Any]) -> Callable:
+    """Hook factory: record the hook points of one module.
+
+    Args: config: {"control": folder, "reads": [[name, part, slot], ...]}.
+    Returns: forward hook.
+    """
+    control, reads = Path(config["control"]), config["reads"]
+
+    def hook(module, inputs, output):
+        recording = _recording(control)
+        if recording is None:
+            return
+        for name, part, slot in reads:
+            if part not in recording.parts:
+                continue
+            if name == "vision.patch_embed":
+                recording.add("inputs.pixel_values", inputs[0])
+            recording.add(name, read(slot, inputs, output))
+
+    return hook
+
+
+def first_layer(config: dict[str, Any]) -> Callable:
+    """Hook factory for the first decoder layer: what the scheduler made of ids and positions.
+
+    Args: config: {"control": folder}. Returns: forward hook.
+    """
+    control = Path(config["control"])
+
+    def hook(module, inputs, output):
+        recording = _recording(control)
+        if recording is None or "inputs" not in recording.parts:
+            return
+        positions, _, batch = inputs[:3]
+        recording.add("inputs.input_ids", batch.input_ids)
+        recording.add("inputs.positions", positions if positions.dim() == 2 else positions.expand(3, -1))
+
+    return hook
+
+
+def finish(config: dict[str, Any]) -> Callable:
+    """Hook factory for the logits processor: record the logits and complete the recording.
+
+    Args: config: {"control": folder}. Returns: forward hook.
+    """
+    control = Path(config["control"])
+
+    def hook(module, inputs, output):
+        global _current
+        recording = _recording(control)
+        if recording is None:
+            return
+        if "language" in recording.parts:
+            recording.add("logits", read("logits", inputs, output))
+        recorder = recording.recorder
+        try:
+            recorder.flush()
+        except Exception as error:
+            recording.error = recording.error or str(error)
+        _current = None
+        logits = output.next_token_logits
+        facts = {
+            "shards": recorder.shards,
+            "error": recording.error,
+            "threads": torch.get_num_threads(),
+            "logits_dtype": dtype_name(logits.dtype),
+            "device": str(logits.device),
+        }
+        write_json(control / RECORDED_FILE, facts)
+
+    return hook
+
+
+def _generate(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """One request. Precomputed embeddings travel as a safetensors file."""
+    image = request.get("image")
+    if isinstance(image, str):
+        image = [image]
+    elif image:
+        from safetensors.torch import load_file
+
+        stored = load_file(image["file"])
+        image = [{"format": "processor_output", "modality": "IMAGE", **stored}]
+    arguments = {key: request[key] for key in ("prompt", "input_ids") if request.get(key) is not None}
+    sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": request["max_new_tokens"]}
+    answer = engine.generate(image_data=image, sampling_params=sampling, **arguments)
+    return {"output_ids": list(answer["output_ids"]), "prompt_tokens": answer["meta_info"]["prompt_tokens"]}
+
+
+def serve() -> None:
+    """Start the engine described by the first line of standard input, then answer one request a line.
+
+    Standard output carries one JSON object a line; everything the engine prints goes to standard error, its log. When
+    standard input closes, because the owner closed it or died, the engine is shut down.
+    """
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+
+    def reply(**content: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            replies.write(json.dumps(content) + "\n")
+            replies.flush()
+
+    arguments = json.loads(sys.stdin.readline())
+    try:
+        import sglang
+
+        engine = sglang.Engine(**arguments)
+    except BaseException as error:
+        traceback.print_exc()
+        reply(error=f"{type(error).__name__}: {error}")
+        return
+    try:
+        reply(ready=importlib.metadata.version("sglang"))
+        for line in sys.stdin:
+            try:
+                reply(**_generate(engine, json.loads(line)))
+            except Exception as error:
+                traceback.print_exc()
+                reply(error=f"{type(error).__name__}: {error}")
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    serve()
