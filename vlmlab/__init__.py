@@ -6,11 +6,12 @@ errors              VlmlabError, the one sentence a person gets instead of a tra
 machine             what this machine has: versions, devices, which engine can run and why not
 metrics             how different two tensors are
 hookpoints          the canonical name of every captured tensor and where each engine produces it
+checkpoint          a checkpoint folder, checked and hashed before any engine sees it
 inputs              one prompt and picture as exact ids, pixels, grid and positions, with a content hash
 trace               {hook point: tensor} plus RunInfo: record while the engine runs, load lazily
 engine_hf           Trace from Transformers, in process
+sglang_worker       what runs inside SGLang's processes: the engine's owner and the recording hooks
 engine_sglang       Trace from SGLang, whose engine lives in a child process
-sglang_worker       the code that runs inside that child process and SGLang's scheduler
 compare             two traces aligned: one row per hook point, one value per token
 capture             both engines on one input, stored on disk and reused
 plots               numbers to figures

@@ -18,6 +18,8 @@ from vlmlab import __version__
 from vlmlab.errors import VlmlabError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from vlmlab.compare import Comparison
     from vlmlab.trace import Trace
 
@@ -85,11 +87,17 @@ def _doctor(options: argparse.Namespace) -> int:
     return 0 if ok else 1
 
 
-def _print_doctor(found: dict[str, Any]) -> None:
+def _console() -> "Console":
+    """Standard output, wide enough for a row of a table also where there is no terminal."""
     from rich.console import Console
+
+    return Console(width=max(120, shutil.get_terminal_size().columns))
+
+
+def _print_doctor(found: dict[str, Any]) -> None:
     from rich.table import Table
 
-    console = Console()
+    console = _console()
     table = Table(title=f"vlmlab {__version__}: what can run here")
     for column in ("", "what", "found"):
         table.add_column(column)
@@ -176,10 +184,9 @@ def _engine_args(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _print_comparison(comparison: "Comparison", inputs_equal: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=max(110, shutil.get_terminal_size().columns))
+    console = _console()
     for part, title in (("vision", "ViT"), ("language", "prefill")):
         table = Table(title=f"{title}: {comparison.baseline.engine} against {comparison.target.engine}")
         for column in ("hook point", "status", "cosine min", "at token", "mean", "whole", "rel. L2", "max abs"):
@@ -214,8 +221,9 @@ def _notebooks(options: argparse.Namespace) -> int:
         written = []
         for notebook in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
             say(f"notebook {notebook.stem}")
-            executed = run_notebook(notebook, {"model": str(checkpoint.folder)})
-            written.append(write_html(executed, Path(options.out) / f"{notebook.stem}.html"))
+            executed = run_notebook(notebook, {} if options.model is None else {"model": str(checkpoint.folder)})
+            private = {str(checkpoint.folder): checkpoint.name}
+            written.append(write_html(executed, Path(options.out) / f"{notebook.stem}.html", private))
     for file in written:
         print(file)
     print(f"{comparison.summary()} ({time.perf_counter() - start:.0f} s)")

@@ -71,14 +71,22 @@ class HFEngine:
         self.attention = attention
         self.device = device or ("cuda" if has_cuda() else "cpu")
         try:
-            self.model = AutoModelForImageTextToText.from_pretrained(
-                checkpoint.folder, dtype=checkpoint.dtype, attn_implementation=attention
+            loaded: Any = AutoModelForImageTextToText.from_pretrained(
+                checkpoint.folder, dtype=checkpoint.dtype, attn_implementation=attention, output_loading_info=True
             )
         except Exception as error:  # the library raises many unrelated types for broken checkpoints
             raise VlmlabError(
                 f"Transformers does not load checkpoint {checkpoint.name!r} ({type(error).__name__}: {error})"
             ) from error
-        self.model = self.model.eval().to(self.device)
+        model, loading = loaded
+        # Transformers only warns about these and fills them with random numbers.
+        invented = sorted([*loading["missing_keys"], *map(str, loading["mismatched_keys"])])
+        if invented:
+            raise VlmlabError(
+                f"checkpoint {checkpoint.name!r} lacks {len(invented)} weights its config.json asks for, first "
+                f"{invented[0]}; the model would run on random numbers there"
+            )
+        self.model = model.eval().to(self.device)
         self.seconds = {"load": time.perf_counter() - start}
 
     @torch.no_grad()
@@ -116,9 +124,7 @@ class HFEngine:
             recorder.flush()
             unreached = [point.name for point in points if point.name not in recorder.shards]
             if unreached:
-                raise VlmlabError(
-                    f"Transformers never reached hook point {unreached[0]} (and {len(unreached) - 1} more)"
-                )
+                raise VlmlabError(f"Transformers never reached {unreached[0]} (and {len(unreached) - 1} more)")
             seconds = {**self.seconds, "capture": time.perf_counter() - start}
             write_run(partial, self._run_info(inputs, seconds), recorder.shards)
         return load_trace(folder)

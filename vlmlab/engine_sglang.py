@@ -168,7 +168,7 @@ class SGLangEngine:
             self._process.stdin.write(json.dumps(content).encode() + b"\n")
             self._process.stdin.flush()
         except (BrokenPipeError, OSError, ValueError) as error:
-            raise self._died() from error
+            raise self._died("take a request") from error
 
     def _receive(self, timeout: float, doing: str) -> dict[str, Any]:
         assert self._process is not None and self._process.stdout is not None
@@ -179,14 +179,11 @@ class SGLangEngine:
             )
         line = self._process.stdout.readline()
         if not line:
-            raise self._died()
+            raise self._died(doing)
         return json.loads(line)
 
-    def _died(self) -> VlmlabError:
-        code = self._process.wait(SHUTDOWN_TIMEOUT_S) if self._process else None
-        return VlmlabError(
-            f"the SGLang engine died (exit code {code}); start it again. Its log says:\n{self._log_lines()}"
-        )
+    def _died(self, doing: str) -> VlmlabError:
+        return VlmlabError(f"the SGLang engine did not {doing}: it died; its log says:\n{self._log_lines()}")
 
     def _log_lines(self) -> str:
         return decisive_lines(self.log.read_text(encoding="utf-8", errors="replace"))
@@ -205,7 +202,8 @@ class SGLangEngine:
         """
         request: dict[str, Any] = {"max_new_tokens": max_new_tokens}
         if embeddings is not None:
-            assert inputs.image_grid_thw is not None
+            if inputs.image_grid_thw is None or len(embeddings) != inputs.image_tokens:
+                raise VlmlabError(f"expected {inputs.image_tokens} rows of vision output, got {len(embeddings)}")
             file = self._control / "embeddings.safetensors"
             content = {
                 "precomputed_embeddings": embeddings.contiguous(),

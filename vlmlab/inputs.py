@@ -93,7 +93,9 @@ def load_image(file: str | os.PathLike) -> Image.Image:
                 image.load()
     except UnidentifiedImageError as error:
         raise VlmlabError(f"{file.name!r} is not an image that Pillow can read; expected PNG, JPEG or alike") from error
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except Image.DecompressionBombError as error:
+        raise VlmlabError(f"image {file.name!r} has too many pixels; at most {MAX_PIXELS} are read") from error
+    except (OSError, ValueError, SyntaxError) as error:
         raise VlmlabError(f"image {file.name!r} is broken or truncated ({error}); expected a whole file") from error
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         rgba = image.convert("RGBA")

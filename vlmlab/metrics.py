@@ -67,8 +67,8 @@ def norm_ratio(baseline: Tensor, target: Tensor) -> Tensor:
     Source: definition.
     """
     x, y = _float64_pair(baseline, target)
-    ratio = y.norm(dim=-1) / x.norm(dim=-1)
-    return torch.where(ratio.isfinite(), ratio, torch.nan)
+    length, ratio = x.norm(dim=-1), y.norm(dim=-1) / x.norm(dim=-1)
+    return torch.where(length.isfinite() & ratio.isfinite(), ratio, torch.nan)
 
 
 def max_abs_diff(baseline: Tensor, target: Tensor) -> float:

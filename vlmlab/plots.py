@@ -54,12 +54,12 @@ def plot_decay(comparison: Comparison, part: str) -> Figure:
     positive = positive[positive > 0]
     low, high = (positive.min(), positive.max()) if positive.size else (1e-16, 1e-15)
     bottom = low / 10  # a log axis has no place for identical vectors, 1 - cosine = 0: they are drawn hollow down here
+    axes.set_yscale("log")
+    axes.set_ylim(bottom / 2, high * 10)
     for measure, (label, colour, marker) in STYLES.items():
         curve = curves[measure]
         axes.plot(x, np.where(curve > 0, curve, np.nan), color=colour, marker=marker, ms=3.5, lw=1.3, label=label)
         axes.plot(x[curve == 0], np.full((curve == 0).sum(), bottom), marker, mfc="none", mec=colour, ms=6)
-    axes.set_yscale("log")
-    axes.set_ylim(bottom / 2, high * 10)
     worst = min(
         (row for row in rows if row.cosine_min is not None), key=lambda row: row.cosine_min or 0.0, default=None
     )
@@ -115,7 +115,7 @@ def plot_token_heat(comparison: Comparison, part: str) -> Figure:
     axes = figure.subplots()
     low, high = (positive.min(), positive.max()) if positive.size else (1e-16, 1e-15)
     shown = np.where(decay > 0, decay, np.nan)
-    image = axes.imshow(shown, aspect="auto", origin="lower", norm=LogNorm(low, max(high, low * 1.01)), cmap="magma")
+    image = axes.imshow(shown, aspect="auto", origin="lower", norm=LogNorm(low, max(high, low * 10)), cmap="magma")
     figure.colorbar(image, ax=axes, label="1 - cosine (blank: identical)")
     axes.set_xlabel("patch, four to a merged token" if part == "vision" else "token")
     axes.set_ylabel("block")

@@ -6,6 +6,7 @@ show_answer         a notebook's computed answer, as its first output
 """
 
 import re
+import sys
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
@@ -40,11 +41,11 @@ def run_notebook(notebook: Path, parameters: Mapping[str, Any], timeout_s: int =
         raise VlmlabError(f"{notebook.name}: a cell took longer than {timeout_s} s") from error
 
 
-def write_html(executed: Any, file: Path) -> Path:
-    """Write an executed notebook as one HTML file without any address to load from.
+def write_html(executed: Any, file: Path, private: Mapping[str, str] | None = None) -> Path:
+    """Write an executed notebook as one HTML file without any address to load from and any path of this machine.
 
-    Args: executed: notebook node. file: HTML file to write.
-    Returns: file. Raises: VlmlabError: disk full, or the page would load something.
+    Args: executed: notebook node. file: HTML file to write. private: texts of this machine and what replaces them.
+    Returns: file. Raises: VlmlabError: disk full, the page would load something, or it names this machine's folders.
     """
     from nbconvert import HTMLExporter
 
@@ -55,9 +56,14 @@ def write_html(executed: Any, file: Path) -> Path:
     exporter.exclude_input_prompt = exporter.exclude_output_prompt = True
     page, _ = exporter.from_notebook_node(executed, resources={"metadata": {"name": file.stem.replace("_", " ")}})
     page = re.sub(r"<script[^>]*>(?:(?!</script>).)*?</script>", "", page, flags=re.DOTALL)
+    for text, public in (private or {}).items():
+        page = page.replace(text, public)
     loaded = addresses(page)
     if loaded:
         raise VlmlabError(f"{file.name} would load {loaded[0]} from a network; reports must open offline")
+    leaked = [where for where in (str(Path.home()), str(Path.cwd()), sys.prefix) if len(where) > 1 and where in page]
+    if leaked:
+        raise VlmlabError(f"{file.name} would name a folder of this machine; reports travel. Nothing was written")
     partial = file.with_name(f".{file.name}.partial")
     with disk_errors():
         file.parent.mkdir(parents=True, exist_ok=True)

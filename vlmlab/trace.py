@@ -123,24 +123,32 @@ class Recorder:
     def add(self, name: str, tensor: Tensor) -> None:
         """Copy `tensor` now, since the engine may overwrite it in place.
 
-        Args: name: hook point. tensor: live tensor. Raises: VlmlabError: name seen before, disk full.
+        Args: name: hook point. tensor: live tensor.
+        Raises: VlmlabError: name or an earlier block seen again, disk full.
         """
-        if name in self.shards:
-            raise VlmlabError(f"{name} was produced twice in one capture; expected one forward pass per capture")
         stem = _stem(name)
+        file = f"{stem}.safetensors"
+        if name in self.shards or (stem != self._stem and file in self.shards.values()):
+            raise VlmlabError(f"{name} was produced twice in one capture; expected one forward pass per capture")
+        copied = tensor.detach().to("cpu", copy=True).contiguous()
+        self.shards[name] = file
+        if stem == name:  # outside the blocks: a file of its own
+            self._save(file, {name: copied})
+            return
         if stem != self._stem:
             self.flush()
             self._stem = stem
-        self.shards[name] = f"{stem}.safetensors"
-        copied = tensor.detach().to("cpu", copy=True).contiguous()
         self._pending[name] = copied
 
     def flush(self) -> None:
         """Write what is pending. Raises: VlmlabError: the disk is full."""
         if self._pending:
             pending, self._pending = self._pending, {}
-            with disk_errors():
-                save_file(pending, self.folder / f"{self._stem}.safetensors")
+            self._save(f"{self._stem}.safetensors", pending)
+
+    def _save(self, file: str, tensors: dict[str, Tensor]) -> None:
+        with disk_errors():
+            save_file(tensors, self.folder / file)
 
 
 def _stem(name: str) -> str:

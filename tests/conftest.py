@@ -1,0 +1,74 @@
+"""Fixtures: one loaded Transformers model and one started SGLang engine serve the whole session."""
+
+import contextlib
+import os
+
+import pytest
+
+from vlmlab import capture
+from vlmlab.capture import capture_hf, capture_sglang
+from vlmlab.checkpoint import load_checkpoint
+from vlmlab.compare import compare_traces
+from vlmlab.engine_hf import open_hf
+from vlmlab.engine_sglang import open_sglang
+from vlmlab.inputs import reference_inputs
+from vlmlab.machine import has_sglang
+
+
+@pytest.fixture(scope="session")
+def checkpoint():
+    return load_checkpoint()
+
+
+@pytest.fixture(scope="session")
+def inputs(checkpoint):
+    return reference_inputs(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def hf_engine(checkpoint):
+    with open_hf(checkpoint) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def sglang_engine(checkpoint):
+    if not has_sglang():
+        pytest.skip('SGLang is not installed: pip install "vlmlab[sglang]"')
+    with open_sglang(checkpoint) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory):
+    """The folder of stored captures for this session, in the environment for child processes too."""
+    folder = tmp_path_factory.mktemp("captures")
+    before = os.environ.get("VLMLAB_CACHE")
+    os.environ["VLMLAB_CACHE"] = str(folder)
+    yield folder
+    if before is None:
+        del os.environ["VLMLAB_CACHE"]
+    else:
+        os.environ["VLMLAB_CACHE"] = before
+
+
+@pytest.fixture(scope="session")
+def traces(store, checkpoint, inputs, sglang_engine):
+    """(HF trace, SGLang trace) of the reference input, stored as `make report` stores them."""
+
+    @contextlib.contextmanager
+    def already_open(*_):
+        yield sglang_engine
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(capture, "open_sglang", already_open)
+    try:
+        hf = capture_hf(checkpoint, inputs)
+        return hf, capture_sglang(checkpoint, inputs, hf)
+    finally:
+        patch.undo()
+
+
+@pytest.fixture(scope="session")
+def comparison(traces):
+    return compare_traces(*traces)

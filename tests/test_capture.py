@@ -1,0 +1,71 @@
+import dataclasses
+
+import pytest
+import torch
+
+from vlmlab import capture
+from vlmlab.capture import capture_hf, capture_key, store_folder
+from vlmlab.engine_hf import hf_settings
+
+
+def test_the_key_sees_everything_that_can_change_a_capture(checkpoint, inputs, monkeypatch):
+    settings = hf_settings(checkpoint, "sdpa")
+    given = torch.zeros(2, 2)
+
+    def key(settings=settings, checkpoint=checkpoint, inputs=inputs, given=given):
+        return capture_key(settings, checkpoint, inputs, given)
+
+    keys = [
+        key(),
+        key(settings=hf_settings(checkpoint, "eager")),
+        key(settings={**settings, "dtype": "float32"}),
+        key(settings={**settings, "versions": {**settings["versions"], "torch": "0"}}),
+        key(settings={**settings, "device": {"type": "cuda"}}),
+        key(checkpoint=dataclasses.replace(checkpoint, weights_hash="other")),
+        key(inputs=dataclasses.replace(inputs, hash="other")),
+        key(inputs=dataclasses.replace(inputs, pixel_values=inputs.pixel_values + 1)),
+        key(given=given + 1),
+        key(given=None),
+    ]
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    keys.append(key())
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(capture, "_code_hash", lambda: "changed code")
+    keys.append(key())
+    assert len(set(keys)) == len(keys)
+    monkeypatch.undo()
+    assert key() == keys[0]
+
+
+def test_the_store_is_where_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLMLAB_CACHE", str(tmp_path))
+    assert store_folder() == tmp_path
+    monkeypatch.delenv("VLMLAB_CACHE")
+    assert store_folder().name == "vlmlab"
+
+
+def test_a_stored_capture_is_reused_recaptured_when_asked_and_when_broken(checkpoint, inputs, monkeypatch, tmp_path):
+    monkeypatch.setenv("VLMLAB_CACHE", str(tmp_path))
+    said = []
+    first = capture_hf(checkpoint, inputs, say=said.append)
+    assert said[-1] == "Transformers: capturing"
+    capture_hf(checkpoint, inputs, say=said.append)
+    assert said[-1] == f"Transformers: stored capture of {first.info.created}"
+    capture_hf(checkpoint, inputs, fresh=True, say=said.append)
+    assert said[-1] == "Transformers: capturing"
+    (stored,) = tmp_path.iterdir()
+    (stored / "run.json").write_text("{")
+    capture_hf(checkpoint, inputs, say=said.append)
+    assert said[-1] == "Transformers: capturing"
+    assert [entry.name for entry in tmp_path.iterdir()] == [stored.name]
+
+
+@pytest.mark.engine
+def test_sglang_is_started_once_for_many_readers(traces, checkpoint, inputs, monkeypatch):
+    def never(*_):
+        raise AssertionError("a stored capture must not start an engine")
+
+    monkeypatch.setattr(capture, "open_sglang", never)
+    monkeypatch.setattr(capture, "open_hf", never)
+    hf, sglang = capture.capture_both(checkpoint, inputs, say=lambda _: None)
+    assert (hf.info.created, sglang.info.created) == (traces[0].info.created, traces[1].info.created)

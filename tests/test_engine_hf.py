@@ -1,0 +1,96 @@
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vlmlab import engine_hf
+from vlmlab.checkpoint import load_checkpoint
+from vlmlab.engine_hf import open_hf, recording, vision_output
+from vlmlab.errors import VlmlabError
+from vlmlab.hookpoints import HookPoint, hook_points
+from vlmlab.inputs import prepare_inputs
+from vlmlab.metrics import bitwise_equal
+
+
+def _hooks(model):
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+@pytest.fixture(scope="module")
+def trace(hf_engine, inputs, tmp_path_factory):
+    return hf_engine.capture(inputs, tmp_path_factory.mktemp("hf") / "trace")
+
+
+def test_every_hook_point_is_captured_in_forward_order(trace, checkpoint):
+    assert trace.hook_points == tuple(point.name for point in hook_points(checkpoint.config))
+    assert trace["vision.0.resid_pre"].shape == (2880, 64)
+    assert trace["vision.merger"].shape == (720, 128)
+    assert trace["layers.27.resid_post"].shape == (830, 128)
+    assert trace["inputs.positions"].shape == (3, 830)
+
+
+def test_captured_halves_add_up_bit_for_bit(trace):
+    for block in ("vision.7", "layers.11"):
+        pre, attn, mid = (trace[f"{block}.{name}"] for name in ("resid_pre", "attn_out", "resid_mid"))
+        mlp, post = (trace[f"{block}.{name}"] for name in ("mlp_out", "resid_post"))
+        assert bitwise_equal(pre + attn, mid)
+        assert bitwise_equal(mid + mlp, post)
+
+
+def test_capture_does_not_change_the_answer(trace, hf_engine, inputs):
+    assert bitwise_equal(hf_engine.forward(inputs), trace["logits"])
+
+
+def test_two_captures_agree_and_leave_no_hook(trace, hf_engine, inputs, tmp_path):
+    before = _hooks(hf_engine.model)
+    again = hf_engine.capture(inputs, tmp_path / "again")
+    assert all(bitwise_equal(trace[name], again[name]) for name in trace.tensors)
+    assert _hooks(hf_engine.model) == before
+
+
+def test_hooks_go_after_an_exception_and_nothing_is_kept(hf_engine, inputs, tmp_path, monkeypatch):
+    before = _hooks(hf_engine.model)
+    monkeypatch.setattr(hf_engine, "forward", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hf_engine.capture(inputs, tmp_path / "trace")
+    assert _hooks(hf_engine.model) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_module_is_named_and_leaves_no_hook(hf_engine):
+    before = _hooks(hf_engine.model)
+    points = (
+        HookPoint("logits", "language", None, "lm_head", "", "logits"),
+        HookPoint("x", "language", None, "model.no_such", "", "output"),
+    )
+    with (
+        pytest.raises(VlmlabError, match=r"expected a module 'model\.no_such'"),
+        recording(hf_engine.model, points, lambda *_: None),
+    ):
+        pass
+    assert _hooks(hf_engine.model) == before
+
+
+def test_a_hook_point_that_is_never_reached_is_an_error(hf_engine, inputs, tmp_path, monkeypatch):
+    points = hook_points(hf_engine.checkpoint.config)
+    monkeypatch.setattr(engine_hf, "recording", lambda model, points, add: recording(model, points[:-1], add))
+    with pytest.raises(VlmlabError, match=rf"never reached {points[-1].name}"):
+        hf_engine.capture(inputs, tmp_path / "trace")
+
+
+def test_text_only_has_no_vision_part(hf_engine, checkpoint, tmp_path):
+    text = prepare_inputs(checkpoint, None, "List every shape with its color and center.")
+    trace = hf_engine.capture(text, tmp_path / "trace")
+    assert not any(name.startswith("vision.") for name in trace.hook_points)
+    assert vision_output(trace) is None
+    assert torch.equal(trace["inputs.positions"], torch.arange(text.tokens).expand(3, -1))
+
+
+def test_a_checkpoint_without_its_weights_is_refused(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint.folder, tmp_path / "copy")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.3.mlp.down_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(VlmlabError, match=r"down_proj"), open_hf(load_checkpoint(folder)):
+        pass

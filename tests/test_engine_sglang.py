@@ -1,0 +1,179 @@
+"""The real SGLang engine. One started engine serves most tests; those that kill it start their own."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+from vlmlab.engine_hf import vision_output
+from vlmlab.engine_sglang import STANDIN, decisive_lines, engine_arguments, open_sglang
+from vlmlab.errors import VlmlabError
+from vlmlab.hookpoints import hook_points
+from vlmlab.inputs import prepare_inputs
+from vlmlab.metrics import bitwise_equal
+
+pytestmark = pytest.mark.engine
+
+
+def _engine_processes():
+    """Processes of this test session's engines: descendants of this process, by id."""
+    return [child for child in psutil.Process().children(recursive=True) if child.is_running()]
+
+
+def _gone(processes, timeout_s=30.0):
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_every_hook_point_is_captured(traces, checkpoint):
+    assert set(traces[1].hook_points) == {point.name for point in hook_points(checkpoint.config)}
+    assert traces[1]["vision.merger"].shape == (720, 128)
+    assert traces[1]["layers.27.resid_post"].shape == (830, 128)
+    assert traces[1].info.flags["language_input"] == "given vision output"
+
+
+def test_two_captures_agree_bit_for_bit(traces, sglang_engine, inputs, tmp_path):
+    again = sglang_engine.capture(inputs, tmp_path / "again", vision_output(traces[0]))
+    assert set(again.tensors) == set(traces[1].tensors)
+    assert all(bitwise_equal(again[name], traces[1][name]) for name in again.tensors)
+
+
+def test_captured_halves_add_up_bit_for_bit(traces):
+    sglang = traces[1]
+    pre, attn, mid = (sglang[f"vision.7.{name}"] for name in ("resid_pre", "attn_out", "resid_mid"))
+    assert bitwise_equal(pre + attn, mid)
+    pre, attn, mid = (sglang[f"layers.11.{name}"] for name in ("resid_pre", "attn_out", "resid_mid"))
+    assert bitwise_equal(pre + attn, mid)  # the carried residual is rounded; what is normalised is not
+
+
+def test_given_embeddings_enter_the_language_model(traces, sglang_engine, inputs, tmp_path):
+    hf, sglang = traces
+    assert bitwise_equal(hf["layers.0.resid_pre"], sglang["layers.0.resid_pre"])
+    other = torch.zeros_like(vision_output(hf))
+    changed = sglang_engine.capture(inputs, tmp_path / "zeros", other)
+    here = inputs.image_positions
+    assert not changed["layers.0.resid_pre"][here].any()
+    assert bitwise_equal(changed["layers.0.resid_pre"][~here], hf["layers.0.resid_pre"][~here])
+    assert not bitwise_equal(changed["logits"], sglang["logits"])
+
+
+def test_its_own_vision_output_enters_the_language_model_otherwise(traces, sglang_engine, inputs, tmp_path):
+    own = sglang_engine.capture(inputs, tmp_path / "own")
+    assert own.info.flags["language_input"] == "own vision output"
+    assert bitwise_equal(own["layers.0.resid_pre"][inputs.image_positions], own["vision.merger"])
+    assert bitwise_equal(own["vision.merger"], traces[1]["vision.merger"])
+
+
+def test_text_only_and_another_picture_on_the_same_engine(sglang_engine, checkpoint, inputs, tmp_path):
+    question = "<image>Point at the center of the red rectangle."
+    text = sglang_engine.capture(prepare_inputs(checkpoint, None, question[7:]), tmp_path / "text")
+    assert not any(name.startswith("vision.") for name in text.hook_points)
+    flipped = prepare_inputs(checkpoint, inputs.image.transpose(0), question)
+    first = sglang_engine.capture(prepare_inputs(checkpoint, inputs.image, question), tmp_path / "first")
+    second = sglang_engine.capture(flipped, tmp_path / "second")
+    assert not bitwise_equal(first["vision.merger"], second["vision.merger"])
+
+
+def test_hooks_record_only_when_asked(sglang_engine, inputs):
+    before = sorted(sglang_engine._control.iterdir())
+    tokens = sglang_engine.generate(inputs, max_new_tokens=3)
+    assert len(tokens) == 3
+    assert sorted(sglang_engine._control.iterdir()) == before
+
+
+def test_a_full_disk_in_the_scheduler_is_one_clear_sentence(sglang_engine, inputs, tmp_path, monkeypatch):
+    """The scheduler writes into a folder that vanishes; its error comes back and the engine lives on."""
+    monkeypatch.setattr("vlmlab.engine_sglang.REQUEST_FILE", "request.json")
+    with pytest.raises(VlmlabError):
+        sglang_engine._record(tmp_path / "no" / "folder", ["language"], inputs)
+    assert sglang_engine.alive
+    assert len(sglang_engine.generate(inputs)) == 1
+
+
+def test_a_refused_request_leaves_the_engine_usable(sglang_engine, checkpoint, inputs):
+    with pytest.raises(VlmlabError, match="expected 720 rows of vision output, got 3"):
+        sglang_engine.generate(inputs, embeddings=torch.zeros(3, 128, dtype=torch.bfloat16))
+    with pytest.raises(VlmlabError, match="refused the request"):
+        sglang_engine.generate(dataclasses.replace(inputs, text=inputs.text + " word" * 9000))
+    assert len(sglang_engine.generate(inputs)) == 1
+
+
+def test_the_stand_in_is_on_the_path_of_the_children_only(sglang_engine):
+    assert "sglang" not in sys.modules and "sgl_kernel" not in sys.modules
+    assert str(STANDIN) not in sys.path and str(STANDIN) not in os.environ.get("PYTHONPATH", "")
+
+
+def test_arguments_pass_through(checkpoint):
+    assert engine_arguments(checkpoint, {"tp_size": 2, "mem_fraction_static": 0.1})["tp_size"] == 2
+    assert engine_arguments(checkpoint, {"mem_fraction_static": 0.1})["mem_fraction_static"] == 0.1
+
+
+def test_decisive_lines_name_the_error_and_no_folder():
+    log = "INFO start\nTraceback\n  File '/home/me/x.py'\nValueError: no /opt/secret/place/model.bin here\nINFO bye\n"
+    assert decisive_lines(log) == "ValueError: no model.bin here"
+    assert decisive_lines("a\nb\n") == "a\nb"
+
+
+def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(checkpoint):
+    before = _engine_processes()
+    with (
+        pytest.raises(VlmlabError, match=r"did not start(.|\n)*no_such_backend"),
+        open_sglang(checkpoint, {"attention_backend": "no_such_backend"}),
+    ):
+        pass
+    assert _gone([process for process in _engine_processes() if process not in before])
+
+
+def test_an_engine_that_does_not_start_in_time(checkpoint):
+    before = _engine_processes()
+    with pytest.raises(VlmlabError, match="did not start within 2 s"), open_sglang(checkpoint, timeout=2.0):
+        pass
+    assert _gone([process for process in _engine_processes() if process not in before])
+
+
+def test_an_engine_that_dies_half_way(checkpoint, inputs, tmp_path):
+    before = _engine_processes()
+    with open_sglang(checkpoint) as engine:
+        started = [process for process in _engine_processes() if process not in before]
+        scheduler = next(process for process in started if "scheduler" in " ".join(process.cmdline()))
+        scheduler.kill()
+        with pytest.raises(VlmlabError, match="it died"):
+            for _ in range(3):
+                engine.capture(inputs, tmp_path / "trace")
+        assert list(tmp_path.iterdir()) == []
+    assert _gone(started)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_no_engine_outlives_its_owner(how, tmp_path):
+    environment = os.environ | {"VLMLAB_CACHE": str(tmp_path)}
+    command = [sys.executable, "-m", "vlmlab.cli", "compare", "--out", str(tmp_path / "out")]
+    owner = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        family = _wait_for_scheduler(owner.pid)
+        owner.send_signal(how)
+        _, errors = owner.communicate(timeout=60)
+    finally:
+        owner.kill()
+    assert _gone(family)
+    if how == signal.SIGINT:
+        assert owner.returncode == 130
+        assert "interrupted" in errors and "Traceback" not in errors
+    assert not list((tmp_path / "out").glob(".*")), "half-written folders"
+
+
+def _wait_for_scheduler(pid, timeout_s=120.0):
+    """All descendants of `pid`, once SGLang's scheduler is among them."""
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        family = psutil.Process(pid).children(recursive=True)
+        if any("spawn_main" in " ".join(child.cmdline()) for child in family if child.is_running()):
+            return family
+        time.sleep(0.2)
+    raise AssertionError("no scheduler process appeared")

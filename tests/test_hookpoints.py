@@ -1,0 +1,54 @@
+import pytest
+import torch
+
+from vlmlab.errors import VlmlabError
+from vlmlab.hookpoints import hook_points, read, resolve
+
+QWEN3 = {
+    "model_type": "qwen3_vl",
+    "vision_config": {"depth": 4, "deepstack_visual_indexes": [1, 2]},
+    "text_config": {"num_hidden_layers": 3},
+}
+
+
+def test_names_are_unique_and_in_forward_order(checkpoint):
+    names = [point.name for point in hook_points(checkpoint.config)]
+    vision, text = checkpoint.config["vision_config"]["depth"], checkpoint.config["text_config"]["num_hidden_layers"]
+    assert len(names) == len(set(names)) == (1 + 1 + 4 * vision + 1) + (1 + 4 * text + 2)
+    first_block = ["resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"]
+    assert names[:6] == ["vision.patch_embed", *(f"vision.0.{name}" for name in first_block)]
+    assert names[-2:] == ["final_norm", "logits"]
+
+
+def test_deepstack_follows_the_block_that_feeds_it():
+    names = [point.name for point in hook_points(QWEN3)]
+    assert names[names.index("vision.1.resid_post") + 1] == "vision.deepstack.0"
+    assert names[names.index("vision.2.resid_post") + 1] == "vision.deepstack.1"
+
+
+def test_text_fields_at_the_top_level_as_the_hub_writes_them():
+    config = {"model_type": "qwen2_vl", "vision_config": {"depth": 1}, "num_hidden_layers": 2}
+    assert [p.name for p in hook_points(config)][-3:] == ["layers.1.resid_post", "final_norm", "logits"]
+
+
+def test_the_stream_between_blocks_has_two_names():
+    assert resolve("layers.3.resid_pre") == "layers.2.resid_post"
+    assert resolve("vision.1.resid_pre") == "vision.0.resid_post"
+    assert resolve("layers.0.resid_pre") == "layers.0.resid_pre"
+    assert resolve("layers.3.resid_mid") == "layers.3.resid_mid"
+
+
+def test_unsupported_architecture_names_what_is_supported():
+    with pytest.raises(VlmlabError, match="qwen2_vl, qwen3_vl, qwen3_vl_moe, got 'llama'"):
+        hook_points({"model_type": "llama"})
+
+
+def test_read_takes_the_right_tensor():
+    a, b = torch.zeros(1, 4, 8), torch.ones(1, 4, 8)
+    assert torch.equal(read("stream", (a,), (a, b)), b[0])
+    assert torch.equal(read("stream", (a,), b), a[0])
+    assert torch.equal(read("output", (a,), (b, None)), b[0])
+    assert torch.equal(read("input", (a,), b), a[0])
+    assert read("logits", (a,), b).shape == (1, 8)
+    with pytest.raises(ValueError, match="expected a slot"):
+        read("nonsense", (a,), b)

@@ -1,0 +1,74 @@
+import matplotlib.pyplot as plt
+import pytest
+from test_compare import NAMES, _trace
+from test_trace import INFO
+
+from vlmlab.compare import compare_traces
+from vlmlab.plots import plot_decay, plot_token_heat, plot_worst_tokens
+from vlmlab.trace import Trace
+
+pytestmark = pytest.mark.engine
+
+
+def _texts(figure):
+    return " ".join(text.get_text() for axes in figure.axes for text in axes.texts)
+
+
+@pytest.mark.parametrize("part", ["vision", "language"])
+def test_decay_shows_the_rows_and_names_the_worst_token(comparison, part):
+    figure = plot_decay(comparison, part)
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    assert axes.get_yscale() == "log"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "worst token",
+        "mean over tokens",
+        "whole tensor",
+    ]
+    stream = [r for r in comparison.part(part) if r.hookpoint.endswith("resid_post")]
+    drawn = axes.lines[0].get_ydata()
+    assert set(1 - r.cosine_min for r in stream) <= set(drawn)
+    assert "token " in _texts(figure)
+
+
+def test_identical_points_are_drawn_apart_and_counted(comparison):
+    assert "1 of 31 points bit-equal" in _texts(plot_decay(comparison, "language"))
+
+
+def test_all_identical_still_draws():
+    comparison = compare_traces(_trace(), _trace())
+    figure = plot_decay(comparison, "language")
+    figure.canvas.draw()
+    assert "2 of 2 points bit-equal" in _texts(figure)
+    plot_token_heat(comparison, "vision").canvas.draw()
+
+
+def test_the_worst_tokens_are_outlined_where_they_are(comparison, inputs):
+    figure = plot_worst_tokens(comparison, inputs.image, (24, 30), count=3)
+    worst = comparison.row("vision.merger").cosine_min_token
+    assert f"1: token {worst}" in _texts(figure)
+    corner = figure.axes[0].patches[0].get_xy()
+    assert corner == (worst % 30, worst // 30)
+
+
+def test_heat_shows_every_block_and_token(comparison):
+    image = plot_token_heat(comparison, "language").axes[0].images[0]
+    assert image.get_array().shape == (28, 830)
+
+
+def test_nothing_compared_is_no_evidence(inputs):
+    only_language = {name: tensor for name, tensor in _trace().tensors.items() if name in NAMES[3:]}
+    comparison = compare_traces(Trace(INFO, only_language), Trace(INFO, only_language))
+    for plot in (plot_decay, plot_token_heat):
+        with pytest.raises(ValueError, match="no evidence"):
+            plot(comparison, "vision")
+    with pytest.raises(ValueError, match="no evidence"):
+        plot_worst_tokens(comparison, inputs.image, (24, 30))
+    with pytest.raises(ValueError, match="expected a grid of 6 tokens"):
+        plot_worst_tokens(compare_traces(_trace(), _trace()), inputs.image, (24, 30))
+
+
+def test_figures_do_not_pile_up(comparison):
+    before = plt.get_fignums()
+    plot_decay(comparison, "vision")
+    assert plt.get_fignums() == before
