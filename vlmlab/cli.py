@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,6 @@ from vlmlab import __version__
 from vlmlab.errors import VlmlabError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from vlmlab.compare import Comparison
     from vlmlab.trace import Trace
 
@@ -87,33 +85,31 @@ def _doctor(options: argparse.Namespace) -> int:
     return 0 if ok else 1
 
 
-def _console() -> "Console":
-    """Standard output, wide enough for a row of a table also where there is no terminal."""
+def _print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table wide enough for its rows also where there is no terminal; cells are text, never markup."""
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-    return Console(width=max(120, shutil.get_terminal_size().columns))
+    table = Table(title=Text(title))
+    for column in columns:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console(width=max(120, shutil.get_terminal_size().columns)).print(table)
 
 
 def _print_doctor(found: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    console = _console()
-    table = Table(title=f"vlmlab {__version__}: what can run here")
-    for column in ("", "what", "found"):
-        table.add_column(column)
-    for check in found["checks"]:
-        table.add_row("ok" if check["ok"] else "NO", f"{check['engine']}: {check['name']}", check["detail"])
-    for checkpoint in found["checkpoints"]:
-        table.add_row("ok" if checkpoint["ok"] else "NO", f"checkpoint: {checkpoint['name']}", checkpoint["detail"])
-    if not found["checkpoints"]:
-        table.add_row("NO", "checkpoint", "none in data/checkpoints; pass --model to the other commands")
     device = found["device"]
-    table.add_row(
-        "ok", "device", f"{device['type']}: {device['name']} ({device['capability']}), {found['threads']} threads"
-    )
-    console.print(table)
+    described = f"{device['type']}: {device['name']} ({device['capability']}), {found['threads']} threads"
+    rows = [("ok" if c["ok"] else "NO", f"{c['engine']}: {c['name']}", c["detail"]) for c in found["checks"]]
+    rows += [("ok" if c["ok"] else "NO", f"checkpoint: {c['name']}", c["detail"]) for c in found["checkpoints"]]
+    if not found["checkpoints"]:
+        rows.append(("NO", "checkpoint", "none in data/checkpoints; pass --model to the other commands"))
+    rows.append(("ok", "device", described))
+    _print_table(f"vlmlab {__version__}: what can run here", ("", "what", "found"), rows)
     for name, can in found["engines"].items():
-        console.print(f"{name}: {'can run here' if can else 'cannot run here'}")
+        print(f"{name}: {'can run here' if can else 'cannot run here'}")
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -184,20 +180,16 @@ def _engine_args(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _print_comparison(comparison: "Comparison", inputs_equal: bool) -> None:
-    from rich.table import Table
-
-    console = _console()
+    columns = ("hook point", "status", "cosine min", "at token", "mean", "whole", "rel. L2", "max abs")
     for part, title in (("vision", "ViT"), ("language", "prefill")):
-        table = Table(title=f"{title}: {comparison.baseline.engine} against {comparison.target.engine}")
-        for column in ("hook point", "status", "cosine min", "at token", "mean", "whole", "rel. L2", "max abs"):
-            table.add_column(column, justify="left" if column in ("hook point", "status") else "right")
+        rows = []
         for row in comparison.part(part):
             numbers = (row.cosine_mean, row.cosine_whole, row.rel_l2_error, row.max_abs_diff)
             worst = "n/a" if row.cosine_min_token is None else str(row.cosine_min_token)
-            table.add_row(row.hookpoint, row.status, _show(row.cosine_min), worst, *(_show(n) for n in numbers))
-        console.print(table)
-    console.print(f"inputs equal: {'yes' if inputs_equal else 'NO: ask notebook 01 before reading the numbers'}")
-    console.print(comparison.summary(), highlight=False)
+            rows.append((row.hookpoint, row.status, _show(row.cosine_min), worst, *(_show(n) for n in numbers)))
+        _print_table(f"{title}: {comparison.baseline.engine} against {comparison.target.engine}", columns, rows)
+    print(f"inputs equal: {'yes' if inputs_equal else 'NO: ask notebook 01 before reading the numbers'}")
+    print(comparison.summary())
 
 
 def _show(number: float | None) -> str:

@@ -127,6 +127,7 @@ def _compare_tensors(name: str, a: Tensor, b: Tensor) -> tuple[Row, Tensor | Non
         wider = torch.promote_types(a.dtype, b.dtype)
         a, b = a.to(wider), b.to(wider)
     equal = metrics.bitwise_equal(a, b)
+    a, b = a.double(), b.double()  # once for all measures
     if not (a.isfinite().all() and b.isfinite().all()):
         row = Row(name, part, layer, "non_finite", tokens=a.shape[0], bitwise_equal=equal)
         return row, None, None

@@ -36,13 +36,12 @@ def cosine_similarity(baseline: Tensor, target: Tensor) -> Tensor:
     Source: definition; unlike torch's function, no eps clamp.
     """
     x, y = _float64_pair(baseline, target)
-    # Scaled by the largest element first: the squares of float64 values near 1e300 would overflow.
-    x = x / x.abs().amax(-1, keepdim=True)
-    y = y / y.abs().amax(-1, keepdim=True)
-    cosine = (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1))
-    # Equal directions must give exactly 1: the quotient of two roundings can be 1 - 1e-16.
-    cosine = torch.where((x == y).all(-1) & cosine.isfinite(), torch.ones_like(cosine), cosine)
-    return cosine.clamp(-1.0, 1.0)
+    cosine = torch.linalg.vecdot(x, y) / (x.norm(dim=-1) * y.norm(dim=-1))
+    if not cosine.isfinite().all():  # squares of float64 values near 1e300 overflow: scale by the largest element
+        x, y = x / x.abs().amax(-1, keepdim=True), y / y.abs().amax(-1, keepdim=True)
+        cosine = torch.linalg.vecdot(x, y) / (x.norm(dim=-1) * y.norm(dim=-1))
+    # Equal vectors must give exactly 1: the quotient of two roundings can be 1 - 1e-16.
+    return torch.where((x == y).all(-1) & cosine.isfinite(), 1.0, cosine).clamp(-1.0, 1.0)
 
 
 def rel_l2_error(baseline: Tensor, target: Tensor) -> Tensor:

@@ -91,10 +91,8 @@ def plot_decay(comparison: Comparison, part: str) -> Figure:
 
 def _title(comparison: Comparison) -> str:
     a, b = comparison.baseline, comparison.target
-    return (
-        f"{a.model}: {a.engine} (transformers {a.versions['transformers']}) against {b.engine} "
-        f"({b.versions['sglang']}), {b.dtype}, {b.device['type']} {b.device['capability']}"
-    )
+    device = " ".join(str(b.device[key]) for key in ("type", "capability") if key in b.device)
+    return f"{a.model}: {a.release} against {b.release}, {b.dtype}, {device}"
 
 
 def plot_token_heat(comparison: Comparison, part: str) -> Figure:

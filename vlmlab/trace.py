@@ -59,6 +59,12 @@ class RunInfo:
     config: Mapping[str, Any]
     seconds: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def release(self) -> str:
+        """The engine's package and version, for example "sglang 0.5.23"."""
+        package = {"hf": "transformers"}.get(self.engine, self.engine)
+        return f"{package} {self.versions.get(package)}"
+
 
 @dataclass(frozen=True)
 class Trace:
