@@ -147,6 +147,17 @@ def test_a_changed_input_is_flagged(traces, name, item):
     assert item in list(seen.loc[~seen["equal"], "item"])
 
 
+@pytest.mark.engine
+def test_threads_count_on_a_cpu_only(traces):
+    def items(device):
+        pair = [Trace(dataclasses.replace(t.info, device=device, threads=n), t.tensors) for n, t in enumerate(traces)]
+        seen = compare_inputs(*pair)
+        return list(seen.loc[~seen["equal"], "item"])
+
+    assert items({"type": "cpu", "capability": "AVX2"}) == ["threads"]
+    assert items({"type": "cuda", "capability": "sm_90"}) == []
+
+
 def test_a_trace_without_inputs_is_no_evidence():
     with pytest.raises(VlmlabError, match="no evidence: the hf trace holds no inputs"):
         compare_inputs(_trace(), _trace())

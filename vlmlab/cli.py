@@ -126,16 +126,17 @@ def _compare(options: argparse.Namespace) -> int:
             baseline, target, out = _capture(options, say)
         say("comparing")
         comparison = compare_traces(baseline, target)
-        inputs_equal = bool(compare_inputs(baseline, target)["equal"].all())
+        seen = compare_inputs(baseline, target)
+        unequal = list(seen.loc[~seen["equal"], "item"])
     seconds = {**say.seconds, "total": time.perf_counter() - start}
-    result = comparison_json(comparison, inputs_equal, seconds)
+    result = comparison_json(comparison, not unequal, seconds)
     if out:
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "comparison.json", result)
     if options.json:
         print(json.dumps(result, allow_nan=False))
     else:
-        _print_comparison(comparison, inputs_equal)
+        _print_comparison(comparison, unequal)
         if out:
             print(f"written to {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
     return 0
@@ -179,7 +180,7 @@ def _engine_args(pairs: Sequence[str]) -> dict[str, Any]:
     return arguments
 
 
-def _print_comparison(comparison: "Comparison", inputs_equal: bool) -> None:
+def _print_comparison(comparison: "Comparison", unequal: Sequence[str]) -> None:
     columns = ("hook point", "status", "cosine min", "at token", "mean", "whole", "rel. L2", "max abs")
     for part, title in (("vision", "ViT"), ("language", "prefill")):
         rows = []
@@ -188,7 +189,7 @@ def _print_comparison(comparison: "Comparison", inputs_equal: bool) -> None:
             worst = "n/a" if row.cosine_min_token is None else str(row.cosine_min_token)
             rows.append((row.hookpoint, row.status, _show(row.cosine_min), worst, *(_show(n) for n in numbers)))
         _print_table(f"{title}: {comparison.baseline.engine} against {comparison.target.engine}", columns, rows)
-    print(f"inputs equal: {'yes' if inputs_equal else 'NO: ask notebook 01 before reading the numbers'}")
+    print(f"inputs equal: {'NO, the numbers answer different questions: ' + ', '.join(unequal) if unequal else 'yes'}")
     print(comparison.summary())
 
 

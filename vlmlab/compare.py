@@ -8,8 +8,9 @@ A row is `ok` only when every value is bit-equal. Where an engine returns a wide
 copies of bfloat16 values) both are widened first, which is exact.
 """
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -119,6 +120,17 @@ def _number(value: float) -> float | None:
     return value if value == value and abs(value) != float("inf") else None
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Thousands of small operations: on a busy machine waiting for a second thread costs more than it gives."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _compare_tensors(name: str, a: Tensor, b: Tensor) -> tuple[Row, Tensor | None, Tensor | None]:
     part, layer = _part_of(name), _layer_of(name)
     if a.shape != b.shape or a.numel() == 0:
@@ -173,14 +185,15 @@ def compare_traces(baseline: Trace, target: Trace) -> Comparison:
     rows: list[Row] = []
     cosines: dict[str, Tensor] = {}
     errors: dict[str, Tensor] = {}
-    for name in names:
-        if name not in baseline or name not in target:
-            rows.append(Row(name, _part_of(name), _layer_of(name), "missing"))
-            continue
-        row, cosine, error = _compare_tensors(name, baseline[name], target[name])
-        rows.append(row)
-        if cosine is not None and error is not None:
-            cosines[name], errors[name] = cosine, error
+    with _one_thread():
+        for name in names:
+            if name not in baseline or name not in target:
+                rows.append(Row(name, _part_of(name), _layer_of(name), "missing"))
+                continue
+            row, cosine, error = _compare_tensors(name, baseline[name], target[name])
+            rows.append(row)
+            if cosine is not None and error is not None:
+                cosines[name], errors[name] = cosine, error
     return Comparison(baseline.info, target.info, tuple(rows), cosines, errors)
 
 
@@ -215,7 +228,8 @@ def compare_inputs(baseline: Trace, target: Trace) -> pd.DataFrame:
         add("grid (frames, rows, columns of patches)", grids[0] == grids[1], *grids)
     add_tensor("M-RoPE positions", *(trace["inputs.positions"] for trace in traces))
     add_tensor("embeddings entering the language model", *(_optional(trace, "layers.0.resid_pre") for trace in traces))
-    for setting in ("weights_hash", "dtype", "threads"):
+    on_cpu = all(trace.info.device.get("type") == "cpu" for trace in traces)  # elsewhere threads change no bit
+    for setting in ("weights_hash", "dtype", *(["threads"] if on_cpu else [])):
         a, b = (getattr(trace.info, setting) for trace in traces)
         add(setting.replace("_", " "), a == b, str(a)[:16], str(b)[:16])
     a, b = (trace.info.device for trace in traces)
