@@ -37,10 +37,12 @@ class Progress:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
         self._bar = RichProgress(*columns, console=self._console, transient=True)
         self._task: Any = None
-        self._phase, self._began = "", 0.0
+        self._phase, self._began, self._start = "", 0.0, 0.0
 
     def __enter__(self) -> "Progress":
-        self._bar.start()
+        self._start = time.perf_counter()
+        if self._console.is_terminal:
+            self._bar.start()
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -52,7 +54,7 @@ class Progress:
             self.seconds[self._phase] = time.perf_counter() - self._began
             if self._task is not None:
                 self._bar.remove_task(self._task)
-            self._console.print(f"{self._phase} ({self.seconds[self._phase]:.1f} s)", highlight=False, markup=False)
+                self._print(f"{self._phase} ({self.seconds[self._phase]:.1f} s)")
         self._phase, self._task = "", None
 
     def __call__(self, phase: str) -> None:
@@ -61,6 +63,11 @@ class Progress:
         self._phase, self._began = phase, time.perf_counter()
         if self._console.is_terminal:
             self._task = self._bar.add_task(phase, total=None)
+        else:
+            self._print(f"[{self._began - self._start:5.1f} s] {phase}")
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False)
 
 
 def _doctor(options: argparse.Namespace) -> int:
