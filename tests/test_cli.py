@@ -85,10 +85,11 @@ def test_debug_shows_the_traceback():
 
 
 def test_without_sglang_the_hf_half_is_kept_and_it_says_so(capsys, tmp_path, monkeypatch, store):
-    from vlmlab import machine
+    from vlmlab import engine_sglang, machine
 
     real = machine.versions()
-    monkeypatch.setattr(machine, "versions", lambda: real | {"sglang": None})
+    for module in (machine, engine_sglang):  # the second makes the key of the capture, so that no stored one fits
+        monkeypatch.setattr(module, "versions", lambda: real | {"sglang": None})
     message = _error(capsys, "compare", "--out", str(tmp_path / "out"))
     assert 'SGLang cannot run here: sglang: not installed; run pip install "vlmlab[sglang]"' in message
     assert [folder.name for folder in (tmp_path / "out").iterdir()] == ["hf"]

@@ -15,7 +15,11 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import queue
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +32,7 @@ from vlmlab.trace import Recorder, dtype_name, write_json
 
 REQUEST_FILE = "request.json"
 RECORDED_FILE = "recorded.json"
+SHUTDOWN_GRACE_S = 10.0
 
 
 class _Recording:
@@ -153,11 +158,21 @@ def _generate(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     return {"output_ids": list(answer["output_ids"]), "prompt_tokens": answer["meta_info"]["prompt_tokens"]}
 
 
+def _read_requests(requests: "queue.Queue[str | None]", started: threading.Event) -> None:
+    """Pass on the owner's lines. When they end, because the owner closed them or died, see to it that all of us end."""
+    for line in sys.stdin:
+        requests.put(line)
+    requests.put(None)
+    if started.is_set():
+        time.sleep(SHUTDOWN_GRACE_S)  # an orderly shutdown ends this process, and this daemon thread with it
+    os.killpg(os.getpgid(0), signal.SIGKILL)  # the owner made this group for the engine alone
+
+
 def serve() -> None:
     """Start the engine described by the first line of standard input, then answer one request a line.
 
     Standard output carries one JSON object a line; everything the engine prints goes to standard error, its log. When
-    standard input closes, because the owner closed it or died, the engine is shut down.
+    standard input closes the engine is shut down, also while it is still starting.
     """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -168,7 +183,10 @@ def serve() -> None:
             replies.write(json.dumps(content) + "\n")
             replies.flush()
 
-    arguments = json.loads(sys.stdin.readline())
+    requests: queue.Queue[str | None] = queue.Queue()
+    started = threading.Event()
+    threading.Thread(target=_read_requests, args=(requests, started), daemon=True).start()
+    arguments = json.loads(requests.get() or "{}")
     try:
         import sglang
 
@@ -178,8 +196,9 @@ def serve() -> None:
         reply(error=f"{type(error).__name__}: {error}")
         return
     try:
+        started.set()
         reply(ready=importlib.metadata.version("sglang"))
-        for line in sys.stdin:
+        for line in iter(requests.get, None):
             try:
                 reply(**_generate(engine, json.loads(line)))
             except Exception as error:
