@@ -60,6 +60,7 @@ def engine_arguments(checkpoint: Checkpoint, extra: Mapping[str, Any] | None = N
         "disable_cuda_graph": True,
         "chunked_prefill_size": -1,
         "skip_server_warmup": True,
+        "sleep_on_idle": True,  # an idle scheduler polls without pause and takes a core from everybody else
         "random_seed": 0,
         "log_level": "info",
     }
