@@ -17,7 +17,7 @@ import json
 import os
 import re
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -188,7 +188,8 @@ def write_trace(folder: Path) -> Iterator[Path]:
     """
     with disk_errors():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+        partial = _beside(folder, "partial")
+        partial.mkdir()
     try:
         yield partial
         if not (partial / RUN_FILE).is_file():
@@ -198,11 +199,16 @@ def write_trace(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _beside(folder: Path, what: str) -> Path:
+    """A hidden name in the same folder that nobody else uses, with the permissions of an ordinary new folder."""
+    return folder.parent / f".{folder.name}.{what}-{uuid.uuid4().hex[:12]}"
+
+
 def replace_folder(source: Path, folder: Path) -> None:
     """Give `source` the name `folder`, removing an older folder of that name afterwards."""
     if folder.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old-", dir=folder.parent))
-        os.replace(folder, old / "trace")
+        old = _beside(folder, "old")
+        os.replace(folder, old)
         os.replace(source, folder)
         shutil.rmtree(old, ignore_errors=True)
     else:
