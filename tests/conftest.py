@@ -57,7 +57,7 @@ def traces(store, checkpoint, inputs, sglang_engine):
     """(HF trace, SGLang trace) of the reference input, stored as `make report` stores them."""
 
     @contextlib.contextmanager
-    def already_open(*_):
+    def already_open(*_, **__):
         yield sglang_engine
 
     patch = pytest.MonkeyPatch()

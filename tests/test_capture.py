@@ -62,7 +62,7 @@ def test_a_stored_capture_is_reused_recaptured_when_asked_and_when_broken(checkp
 
 @pytest.mark.engine
 def test_sglang_is_started_once_for_many_readers(traces, checkpoint, inputs, monkeypatch):
-    def never(*_):
+    def never(*_, **__):
         raise AssertionError("a stored capture must not start an engine")
 
     monkeypatch.setattr(capture, "open_sglang", never)

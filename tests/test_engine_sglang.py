@@ -130,10 +130,15 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(checkpoint):
     assert _gone([process for process in _engine_processes() if process not in before])
 
 
-def test_an_engine_that_does_not_start_in_time(checkpoint):
+def test_an_engine_that_does_not_start_in_time_keeps_its_log(checkpoint, tmp_path):
     before = _engine_processes()
-    with pytest.raises(VlmlabError, match="did not start within 2 s"), open_sglang(checkpoint, timeout=2.0):
+    log = tmp_path / "logs" / "engine.log"
+    with (
+        pytest.raises(VlmlabError, match="did not start within 2 s"),
+        open_sglang(checkpoint, timeout=2.0, log=log),
+    ):
         pass
+    assert log.is_file()
     assert _gone([process for process in _engine_processes() if process not in before])
 
 

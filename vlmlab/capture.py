@@ -22,6 +22,8 @@ from vlmlab.trace import Trace, load_trace
 
 CAPTURE_MODULES = ("hookpoints", "inputs", "trace", "engine_hf", "engine_sglang", "sglang_worker")
 
+ENGINE_LOG = "sglang.log"  # of the last engine started; it names folders of this machine and does not travel
+
 Say = Callable[[str], None]
 
 
@@ -117,7 +119,7 @@ def capture_sglang(
         say(f"SGLang: stored capture of {stored.info.created}")
         return stored
     say("SGLang: starting the engine")
-    with open_sglang(checkpoint, engine_args) as engine:
+    with open_sglang(checkpoint, engine_args, log=store_folder() / ENGINE_LOG) as engine:
         say("SGLang: capturing")
         return engine.capture(inputs, folder, given)
 

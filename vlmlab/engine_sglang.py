@@ -115,6 +115,7 @@ class SGLangEngine:
         extra: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         timeout: float = START_TIMEOUT_S,
+        log: Path | None = None,
     ) -> None:
         failed = [check for check in engine_checks() if check.engine == "sglang" and not check.ok]
         if failed:
@@ -124,7 +125,8 @@ class SGLangEngine:
         self._environment = dict(environment or {})
         self._folder = tempfile.TemporaryDirectory(prefix="vlmlab-sglang-")
         self._control = Path(self._folder.name)
-        self.log = self._control / "engine.log"
+        self.log = log or self._control / "engine.log"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         self._process: subprocess.Popen | None = None
         start = time.perf_counter()
         try:
@@ -343,14 +345,16 @@ def open_sglang(
     extra: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
     timeout: float = START_TIMEOUT_S,
+    log: Path | None = None,
 ) -> Iterator[SGLangEngine]:
     """A started engine, shut down at the end of the block.
 
     Args: checkpoint: what to load. extra: further Engine arguments, such as {"tp_size": 2}. environment: further
-    variables. timeout: seconds to wait for readiness.
+    variables of its processes. timeout: seconds to wait for readiness. log: file that keeps the engine's log; without
+    it the log goes with the block.
     Raises: VlmlabError: SGLang is missing, does not start in time, or fails; with the decisive lines of its log.
     """
-    engine = SGLangEngine(checkpoint, extra, environment, timeout)
+    engine = SGLangEngine(checkpoint, extra, environment, timeout, log)
     try:
         yield engine
     finally:
