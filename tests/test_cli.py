@@ -77,6 +77,15 @@ def test_bad_pictures_and_prompts(capsys, tmp_path, monkeypatch):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["prompt.txt", "small.png", "text.png"]
 
 
+@pytest.mark.engine
+def test_a_folder_that_cannot_be_written(capsys, tmp_path, traces):
+    for trace in traces:
+        save_trace(trace, tmp_path / trace.info.engine)
+    (tmp_path / "file").write_text("in the way")
+    stored = [str(tmp_path / "hf"), str(tmp_path / "sglang")]
+    assert "check the path" in _error(capsys, "compare", "--traces", *stored, "--out", str(tmp_path / "file" / "out"))
+
+
 def test_debug_shows_the_traceback():
     from vlmlab.errors import VlmlabError
 

@@ -114,6 +114,11 @@ def test_json_has_the_promised_keys_and_is_strict():
     assert parsed["parts"]["prefill"]["rows"][-1]["cosine_min"] is None
 
 
+def test_two_runs_of_one_engine_keep_both_sides():
+    engines = comparison_json(compare_traces(_trace(), _trace()), True, {})["engines"]
+    assert set(engines) == {"baseline", "target"}
+
+
 def test_summary_is_computed():
     comparison = compare_traces(_trace(), _trace(**_changed("vision.merger", (1, 0), 9.0)))
     assert comparison.summary().startswith(

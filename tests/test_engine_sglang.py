@@ -5,14 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
 from vlmlab.engine_hf import vision_output
-from vlmlab.engine_sglang import STANDIN, decisive_lines, engine_arguments, open_sglang
+from vlmlab.engine_sglang import STANDIN, SGLangEngine, decisive_lines, engine_arguments, open_sglang
 from vlmlab.errors import VlmlabError
 from vlmlab.hookpoints import hook_points
 from vlmlab.inputs import prepare_inputs
@@ -102,6 +104,20 @@ def test_a_refused_request_leaves_the_engine_usable(sglang_engine, checkpoint, i
     with pytest.raises(VlmlabError, match="refused the request"):
         sglang_engine.generate(dataclasses.replace(inputs, text=inputs.text + " word" * 9000))
     assert len(sglang_engine.generate(inputs)) == 1
+
+
+def test_an_answer_that_takes_too_long_ends_the_engine(checkpoint, inputs, monkeypatch):
+    engine = object.__new__(SGLangEngine)
+    folder = tempfile.TemporaryDirectory()
+    engine._folder, engine._control, engine.log = folder, Path(folder.name), Path(folder.name) / "engine.log"
+    engine.log.write_text("still thinking\n")
+    silent = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    engine._process = subprocess.Popen(silent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    monkeypatch.setattr("vlmlab.engine_sglang.REQUEST_TIMEOUT_S", 0.5)
+    with pytest.raises(VlmlabError, match=r"did not answer within 0 s; its log ends:\nstill thinking"):
+        engine.generate(inputs)
+    with pytest.raises(VlmlabError, match="is shut down; open a new one"):
+        engine.generate(inputs)
 
 
 def test_the_stand_in_is_on_the_path_of_the_children_only(sglang_engine):

@@ -292,6 +292,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"vlmlab: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if options.debug:
+            raise
+        name = f" {Path(error.filename).name!r}" if error.filename else ""
+        print(f"vlmlab: {error.strerror or error}{name}; check the path and its permissions", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("vlmlab: interrupted; engines are shut down, nothing half-written is kept", file=sys.stderr)
         return 130

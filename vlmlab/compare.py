@@ -344,9 +344,12 @@ def comparison_json(comparison: Comparison, inputs_equal: bool, seconds: Mapping
     Args: comparison: what was compared. inputs_equal: from compare_inputs. seconds: wall time by phase.
     Returns: {"engines", "inputs_equal", "parts": {"vit": ..., "prefill": ...}, "seconds"}.
     """
+    infos = {comparison.target.engine: comparison.target, comparison.baseline.engine: comparison.baseline}
+    if len(infos) == 1:  # two runs of one engine
+        infos = {"baseline": comparison.baseline, "target": comparison.target}
     engines = {
-        info.engine: {**info.versions, "device": dict(info.device), "dtype": info.dtype, "captured": info.created}
-        for info in (comparison.baseline, comparison.target)
+        name: {**info.versions, "device": dict(info.device), "dtype": info.dtype, "captured": info.created}
+        for name, info in infos.items()
     }
     tokens = {row.hookpoint: row.tokens for row in comparison.rows}
     vit = {"tokens": tokens.get("vision.merger"), "patches": tokens.get("vision.patch_embed")}

@@ -166,7 +166,8 @@ class SGLangEngine:
         return specs
 
     def _send(self, content: Mapping[str, Any]) -> None:
-        assert self._process is not None and self._process.stdin is not None
+        if self._process is None or self._process.stdin is None:
+            raise VlmlabError("the SGLang engine is shut down; open a new one")
         try:
             self._process.stdin.write(json.dumps(content).encode() + b"\n")
             self._process.stdin.flush()
@@ -177,9 +178,9 @@ class SGLangEngine:
         assert self._process is not None and self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], timeout)
         if not ready:
-            raise VlmlabError(
-                f"the SGLang engine did not {doing} within {timeout:.0f} s; last lines of its log:\n{self._log_lines()}"
-            )
+            lines = self._log_lines()
+            self.close()  # an answer that comes later must not be taken for the next one's
+            raise VlmlabError(f"the SGLang engine did not {doing} within {timeout:.0f} s; its log ends:\n{lines}")
         line = self._process.stdout.readline()
         if not line:
             raise self._died(doing)
