@@ -174,7 +174,9 @@ def test_an_engine_that_dies_half_way(checkpoint, inputs, tmp_path):
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_no_engine_outlives_its_owner(how, tmp_path):
     environment = os.environ | {"VLMLAB_CACHE": str(tmp_path)}
-    command = [sys.executable, "-m", "vlmlab.cli", "compare", "--out", str(tmp_path / "out")]
+    # As from a terminal: a shell that starts this suite in the background would hand down an ignored SIGINT.
+    start = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from vlmlab.cli import main"
+    command = [sys.executable, "-c", f"{start}; sys.exit(main())", "compare", "--out", str(tmp_path / "out")]
     owner = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         family = _wait_for_scheduler(owner.pid)
