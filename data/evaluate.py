@@ -301,14 +301,27 @@ def measure_faults(witness, grid, count):
 
 
 @torch.inference_mode()
+def run_hooked(witness, grid, count, hooks):
+    """One forward over `count` pictures with forward hooks in place, which are gone afterwards.
+
+    Args: hooks: list of (module, forward hook).
+    """
+    images, _ = draw_pictures(witness.arch, grid, count)
+    handles = [module.register_forward_hook(hook) for module, hook in hooks]
+    try:
+        witness.model(**witness.inputs(witness.look(images), [shapes.LIST_QUESTION] * count), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def measure_hidden_states(witness, grid, count=4):
     """Size of the residual stream after every block, over all tokens of `count` pictures.
 
     Returns: per part a list with one dict per block: rms; peak, the largest |value| over the rms; channel, the one
         that carries most of the energy, and its share.
     """
-    images, _ = draw_pictures(witness.arch, grid, count)
-    result, handles = {"vision": [], "language": []}, []
+    result = {"vision": [], "language": []}
 
     def record(part):
         def hook(module, args, output):
@@ -326,20 +339,13 @@ def measure_hidden_states(witness, grid, count=4):
 
         return hook
 
-    for part, blocks in (("vision", witness.visual.blocks), ("language", witness.language.layers)):
-        handles += [block.register_forward_hook(record(part)) for block in blocks]
-    try:
-        witness.model(**witness.inputs(witness.look(images), [shapes.LIST_QUESTION] * count), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    parts = (("vision", witness.visual.blocks), ("language", witness.language.layers))
+    run_hooked(witness, grid, count, [(block, record(part)) for part, blocks in parts for block in blocks])
     return result
 
 
-@torch.inference_mode()
 def measure_expert_load(witness, grid, count=4):
     """Returns: per layer the least and the most used expert's share of all choices; an even load is 1 / experts."""
-    images, _ = draw_pictures(witness.arch, grid, count)
     result = []
 
     def hook(module, args, output):
@@ -347,12 +353,7 @@ def measure_expert_load(witness, grid, count=4):
         load = torch.bincount(chosen, minlength=witness.arch.experts) / len(chosen)
         result.append({"least": round(load.min().item(), 4), "most": round(load.max().item(), 4)})
 
-    handles = [layer.mlp.gate.register_forward_hook(hook) for layer in witness.language.layers]
-    try:
-        witness.model(**witness.inputs(witness.look(images), [shapes.LIST_QUESTION] * count), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    run_hooked(witness, grid, count, [(layer.mlp.gate, hook) for layer in witness.language.layers])
     return result
 
 
