@@ -8,7 +8,7 @@ Aims on 2 CPU cores: cold comparison at most 90 s, a further comparison on start
 
 import argparse
 import json
-import resource
+import os
 import statistics
 import subprocess
 import sys
@@ -24,14 +24,8 @@ def cold() -> float:
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         command = [sys.executable, "-m", "vlmlab.cli", "compare", "--fresh", "--json", "--out", f"{folder}/out"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=_environment(folder))
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"VLMLAB_CACHE": folder})
         return time.perf_counter() - start
-
-
-def _environment(folder: str) -> dict[str, str]:
-    import os
-
-    return os.environ | {"VLMLAB_CACHE": folder}
 
 
 def warm(folder: Path) -> tuple[list[float], list[float], list[float]]:
@@ -113,8 +107,6 @@ def main() -> None:
         "plain HF forward, s": statistics.median(plain),
         "recorded over plain forward": statistics.median(r / p for r, p in zip(recorded, plain, strict=True)),
         "peak memory recorded minus plain, MiB": statistics.median(peak_mib(True) - peak_mib(False) for _ in range(3)),
-        "one ViT block's tensors, MiB": 4 * 2880 * 64 * 2 / 2**20,
-        "peak memory of this process, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
     if options.json:
         print(json.dumps({"figures": figures, "device": device_info(), "versions": versions()}, allow_nan=False))

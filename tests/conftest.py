@@ -1,7 +1,6 @@
 """Fixtures: one loaded Transformers model and one started SGLang engine serve the whole session."""
 
 import contextlib
-import os
 
 import pytest
 
@@ -43,13 +42,9 @@ def sglang_engine(checkpoint):
 def store(tmp_path_factory):
     """The folder of stored captures for this session, in the environment for child processes too."""
     folder = tmp_path_factory.mktemp("captures")
-    before = os.environ.get("VLMLAB_CACHE")
-    os.environ["VLMLAB_CACHE"] = str(folder)
-    yield folder
-    if before is None:
-        del os.environ["VLMLAB_CACHE"]
-    else:
-        os.environ["VLMLAB_CACHE"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLMLAB_CACHE", str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="session")
@@ -60,13 +55,10 @@ def traces(store, checkpoint, inputs, sglang_engine):
     def already_open(*_, **__):
         yield sglang_engine
 
-    patch = pytest.MonkeyPatch()
-    patch.setattr(capture, "open_sglang", already_open)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capture, "open_sglang", already_open)
         hf = capture_hf(checkpoint, inputs)
         return hf, capture_sglang(checkpoint, inputs, hf)
-    finally:
-        patch.undo()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from vlmlab.errors import VlmlabError
-from vlmlab.hookpoints import hook_points, read, resolve
+from vlmlab.hookpoints import block_of, hook_points, read, resolve
 
 QWEN3 = {
     "model_type": "qwen3_vl",
@@ -36,6 +36,14 @@ def test_the_stream_between_blocks_has_two_names():
     assert resolve("vision.1.resid_pre") == "vision.0.resid_post"
     assert resolve("layers.0.resid_pre") == "layers.0.resid_pre"
     assert resolve("layers.3.resid_mid") == "layers.3.resid_mid"
+
+
+def test_a_name_knows_its_block():
+    assert block_of("vision.31.mlp_out") == ("vision", 31)
+    assert block_of("layers.0.resid_pre") == ("layers", 0)
+    assert [block_of(name) for name in ("vision.merger", "vision.deepstack.0", "logits", "inputs.input_ids")] == [
+        None
+    ] * 4
 
 
 def test_unsupported_architecture_names_what_is_supported():

@@ -163,8 +163,8 @@ def _capture(options: argparse.Namespace, say: Progress) -> tuple["Trace", "Trac
     say("preparing the input")
     if image is None or prompt is None:
         inputs = reference_inputs(checkpoint)
-        image, prompt = image or inputs.image, prompt or inputs.text
-    inputs = prepare_inputs(checkpoint, image, prompt)
+    if image is not None or prompt is not None:
+        inputs = prepare_inputs(checkpoint, image or inputs.image, prompt or inputs.text)
     out = Path(options.out) if options.out else Path("runs") / f"{Path(checkpoint.name).name}-{inputs.hash[:8]}"
     hf = capture_hf(checkpoint, inputs, fresh=options.fresh, attention=options.attention, say=say)
     save_trace(hf, out / "hf")

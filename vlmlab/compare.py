@@ -21,6 +21,7 @@ from torch import Tensor
 from vlmlab import metrics
 from vlmlab.checkpoint import DATA
 from vlmlab.errors import VlmlabError
+from vlmlab.hookpoints import block_of
 from vlmlab.trace import RunInfo, Trace
 
 STATUSES = ("ok", "mismatch", "shape_mismatch", "missing", "non_finite")
@@ -112,8 +113,8 @@ def _part_of(name: str) -> str:
 
 
 def _layer_of(name: str) -> int | None:
-    parts = name.split(".")
-    return int(parts[1]) if len(parts) == 3 and parts[1].isdigit() else None
+    block = block_of(name)
+    return block[1] if block else None
 
 
 def _number(value: float) -> float | None:

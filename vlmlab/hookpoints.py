@@ -2,6 +2,7 @@
 
 hook_points     the ordered hook points of one checkpoint, from its config.json
 resolve         the captured tensor behind a name (`layers.3.resid_pre` is `layers.2.resid_post`)
+block_of        the block a name belongs to
 read            take a hook point's tensor out of a module's inputs and output
 
 Names: `vision.patch_embed`, `vision.{i}.*`, `vision.merger`, `vision.deepstack.{k}`, `layers.{i}.*`, `final_norm`,
@@ -113,10 +114,19 @@ def resolve(name: str) -> str:
 
     Args: name: canonical name. Returns: captured name.
     """
-    match = re.fullmatch(r"(vision|layers)\.(\d+)\.resid_pre", name)
-    if match and int(match[2]) > 0:
-        return f"{match[1]}.{int(match[2]) - 1}.resid_post"
+    block = block_of(name)
+    if block and block[1] > 0 and name.endswith(".resid_pre"):
+        return f"{block[0]}.{block[1] - 1}.resid_post"
     return name
+
+
+def block_of(name: str) -> tuple[str, int] | None:
+    """The block a name belongs to: ("vision", 3) for `vision.3.mlp_out`, None outside the blocks.
+
+    Args: name: canonical name. Returns: ("vision" or "layers", block number) or None.
+    """
+    match = re.fullmatch(r"(vision|layers)\.(\d+)\.\w+", name)
+    return (match[1], int(match[2])) if match else None
 
 
 def read(slot: str, inputs: tuple, output: Any) -> Tensor:

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vlmlab.errors import VlmlabError
-from vlmlab.hookpoints import resolve
+from vlmlab.hookpoints import block_of, resolve
 
 RUN_FILE = "run.json"
 
@@ -159,10 +159,8 @@ class Recorder:
 
 def _stem(name: str) -> str:
     """File name of a hook point: one file per block, `vision.03` or `layers.03`, and one for each tensor outside."""
-    parts = name.split(".")
-    if len(parts) == 3 and parts[1].isdigit():
-        return f"{parts[0]}.{int(parts[1]):02d}"
-    return name
+    block = block_of(name)
+    return f"{block[0]}.{block[1]:02d}" if block else name
 
 
 @contextlib.contextmanager
