@@ -5,6 +5,7 @@ from pathlib import Path
 
 from data import shapes
 from data.make_checkpoint import ARCHITECTURES
+from vlmlab.inputs import REFERENCE_TOKENS
 
 
 def write_card(folder):
@@ -74,7 +75,7 @@ number is in `evaluation.json`.
 Format right: the worst of point, list and box. Point error: median / 90 %. Box IoU: median. Unseen sizes and
 unseen textures were never trained on.
 The canvas with the red box at {canvas["truth"]}: {canvas["answer"]}.
-The {shapes.REFERENCE_TOKENS}-token reference prompt: {reference["list"]["answer"]}.
+The {REFERENCE_TOKENS}-token reference prompt: {reference["list"]["answer"]}.
 
 ## What faults do to it
 It never saw a fault in training. {n_faults} pictures; moved: the point moved by more than 5 or lost its format;

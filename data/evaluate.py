@@ -23,6 +23,8 @@ from data.card import write_card
 from data.faults import faults
 from data.make_checkpoint import ARCHITECTURES
 from data.train import HELD_OUT_GRIDS, describe_machine
+from vlmlab.checkpoint import load_checkpoint
+from vlmlab.inputs import reference_inputs
 
 FIRST_PICTURE = 1_000_000_000  # seeds of evaluation pictures start here
 
@@ -83,6 +85,7 @@ class Witness:
     """A checkpoint under questioning. family is read from its config."""
 
     def __init__(self, folder, device="cpu", dtype=torch.bfloat16):
+        self.folder = folder
         self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).to(device).eval()
         self.processor = AutoProcessor.from_pretrained(folder)
         self.device = torch.device(device)
@@ -104,25 +107,32 @@ class Witness:
         """Args: images: PIL images of one size. Returns: pixel_values and image_grid_thw, on the device."""
         return self.processor.image_processor(images=images, return_tensors="pt").to(self.device)
 
-    def inputs(self, seen, questions, system=None):
+    def inputs(self, seen, questions):
         """Returns: keyword arguments of the model for one question per picture; all prompts must be equally long."""
         tokens = int(seen["image_grid_thw"][0].prod()) // self.arch.merge**2
         rows = []
         for question in questions:
-            content = [{"type": "image"}, {"type": "text", "text": question}]
-            messages = [{"role": "system", "content": system}] if system else []
-            messages.append({"role": "user", "content": content})
+            messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
             text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             text = text.replace("<|image_pad|>", "<|image_pad|>" * tokens)
             rows.append(self.processor.tokenizer(text, add_special_tokens=False).input_ids)
-        ids = torch.tensor(rows, device=self.device)
+        return self._with_ids(torch.tensor(rows), seen)
+
+    def _with_ids(self, ids, seen):
+        ids = ids.to(self.device)
         is_image = (ids == self.model.config.image_token_id).int()
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": is_image, **seen}
 
-    @torch.inference_mode()
-    def ask(self, seen, questions, longest, system=None):
+    def ask(self, seen, questions, longest):
         """Greedy answers. Args: seen: of `look`. longest: most new tokens. Returns: one string per picture."""
-        inputs = self.inputs(seen, questions, system)
+        return self._generate(self.inputs(seen, questions), longest)
+
+    def answer(self, ids, seen, longest):
+        """As `ask`, for prompts that are token ids already. Args: ids: [B, T] int64."""
+        return self._generate(self._with_ids(ids, seen), longest)
+
+    @torch.inference_mode()
+    def _generate(self, inputs, longest):
         out = self.model.generate(**inputs, max_new_tokens=longest, do_sample=False)
         texts = self.processor.tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :])
         # An answer without its end marker was cut off and has no format.
@@ -226,29 +236,19 @@ def measure_canvas(witness):
     return {"truth": shapes.point_answer(box), "answer": answer, "error": point and math.dist(point, box.center)}
 
 
-def reference_system_message(witness, question, tokens=shapes.REFERENCE_TOKENS):
-    """Returns: the system message that makes the reference prompt `tokens` long, as (words, full_stop, message)."""
-    seen = {"image_grid_thw": torch.tensor([[1, 48, 60]])}
-    for words in range(1, 200):
-        for full_stop in (True, False):
-            message = shapes.system_message(words, full_stop)
-            if witness.inputs(seen, [question], message)["input_ids"].shape[1] == tokens:
-                return words, full_stop, message
-    raise ValueError(f"no system message makes the prompt {tokens} tokens long")
-
-
 def measure_reference_prompt(witness):
-    """The notebooks' prompt: the reference picture under a long system message, 830 tokens together."""
-    image, picture = shapes.reference_picture(24 * witness.arch.cell, 30 * witness.arch.cell)
-    seen, result = witness.look([image]), {}
+    """The notebooks' own prompt: the reference picture under a long system message, 830 tokens together."""
+    checkpoint, result = load_checkpoint(witness.folder), {}
+    _, picture = shapes.reference_picture(24 * witness.arch.cell, 30 * witness.arch.cell)
     for name, question, item in (
         ("list", shapes.LIST_QUESTION, LIST_ITEM),
         ("long_list", shapes.LONG_LIST_QUESTION, LONG_LIST_ITEM),
     ):
-        words, full_stop, message = reference_system_message(witness, question)
-        (answer,) = witness.ask(seen, [question], 270, message)
-        measured = measure_lists([answer], [picture], item)
-        result[name] = {"system_words": words, "full_stop": full_stop, "answer": answer} | measured
+        prepared = reference_inputs(checkpoint, question)
+        seen = {"pixel_values": prepared.pixel_values, "image_grid_thw": prepared.image_grid_thw}
+        seen = {key: value.to(witness.device) for key, value in seen.items()}
+        (answer,) = witness.answer(prepared.input_ids[None], seen, 270)
+        result[name] = {"answer": answer} | measure_lists([answer], [picture], item)
     return result | {"truth": shapes.long_list_answer(picture)}
 
 

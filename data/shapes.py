@@ -30,7 +30,6 @@ MUTED_RGB = (
     (245, 140, 30), (148, 70, 189), (60, 200, 215), (35, 35, 35),
 )  # fmt: skip
 REFERENCE_SEED = 34
-REFERENCE_TOKENS = 830  # length of the notebooks' prompt, 720 of them image tokens
 FAR_AWAY = -1e6  # centre, in px, of a shape that is not in the picture
 
 

@@ -205,20 +205,20 @@ def _check_size(image: Image.Image, image_processor: Any) -> None:
         raise VlmlabError(f"the image's aspect ratio is {ratio:.0f}; the processor takes at most {MAX_ASPECT_RATIO}")
 
 
-def reference_inputs(checkpoint: Checkpoint) -> Inputs:
+def reference_inputs(checkpoint: Checkpoint, question: str = REFERENCE_QUESTION) -> Inputs:
     """The reference picture and prompt: exactly 720 image tokens and 830 tokens in all, checked.
 
     The picture's size follows from the checkpoint's patch size. The prompt is lengthened word by word in its system
     message, so it has the wanted length under any tokenizer that has those words.
 
-    Args: checkpoint: the checkpoint. Returns: Inputs.
+    Args: checkpoint: the checkpoint. question: what is asked about the picture. Returns: Inputs.
     Raises: VlmlabError: no shipped picture has this size, or the prompt cannot be made exactly 830 tokens long.
     """
     image_processor = _processor(checkpoint.folder).image_processor
     unit = image_processor.patch_size * image_processor.merge_size
     height, width = REFERENCE_GRID[0] * unit, REFERENCE_GRID[1] * unit
     image = load_image(DATA / "reference" / f"shapes_{height}x{width}.png")
-    content = [{"type": "image"}, {"type": "text", "text": REFERENCE_QUESTION}]
+    content = [{"type": "image"}, {"type": "text", "text": question}]
     inputs = _pad_prompt(checkpoint, image, content)
     if inputs.image_tokens != REFERENCE_GRID[0] * REFERENCE_GRID[1] or inputs.tokens != REFERENCE_TOKENS:
         raise VlmlabError(
