@@ -98,10 +98,11 @@ class Layout:
         ]
 
 
-def draw_layout(batch, height, width, generator, fewest=1, most=MAX_SHAPES):
+def draw_layout(batch, height, width, generator, fewest=1, most=MAX_SHAPES, one_kind=0.0):
     """Places `fewest` to `most` shapes per picture at random, none touching another, no name twice in a picture.
 
-    Args: batch: number of pictures. height, width: px. generator: CPU torch.Generator.
+    Args: batch: number of pictures. height, width: px. generator: CPU torch.Generator. one_kind: share of the
+        pictures, in 0..1, that hold only rectangles or only circles.
     Returns: Layout on the CPU. A shape for which 24 tries found no free place is left out, so a small picture
         may hold fewer than `fewest`; the first shape always fits.
     """
@@ -110,6 +111,10 @@ def draw_layout(batch, height, width, generator, fewest=1, most=MAX_SHAPES):
     count = torch.randint(fewest, most + 1, (batch, 1), generator=generator)
     name = rand(batch, len(COLORS) * len(KINDS)).argsort(1)[:, :MAX_SHAPES]
     color, kind = name // len(KINDS), name % len(KINDS)
+    if one_kind:
+        alike = rand(batch, 1) < one_kind
+        color = torch.where(alike, rand(batch, len(COLORS)).argsort(1)[:, :MAX_SHAPES], color)
+        kind = torch.where(alike, kind[:, :1], kind)
     # Extent as a fraction of the side: from 7 % (at least 22 px) up to 50 % for a single shape, less for many.
     low = max(0.07, 22 / min(height, width))
     high = torch.clamp(0.5 * count**-0.4, min=1.2 * low)

@@ -50,10 +50,11 @@ def grids(arch):
 # ---------------------------------------------------------------------------------------------------- conversations
 
 
-def write_turns(picture, family, rng):
+def write_turns(picture, family, rng, single_first):
     """Questions and true answers about one picture, at most MAX_TURNS.
 
-    Args: picture: list of Shape. rng: random.Random. Returns: list of (question, answer).
+    Args: picture: list of Shape. rng: random.Random. single_first: how often, in 0..1, questions about single shapes
+        come before the lists. Returns: list of (question, answer).
     """
     every = (shapes.LIST_QUESTION, shapes.list_answer(picture))
     every_long = (shapes.LONG_LIST_QUESTION, shapes.long_list_answer(picture))
@@ -64,13 +65,12 @@ def write_turns(picture, family, rng):
         for s in rng.sample(picture, len(picture))
     ]
     # What comes first is read off the picture; what comes later can partly be copied from the answers before it.
-    first = rng.random()
-    if first < 0.4:
-        turns = [every_long, every, *single]
-    elif first < 0.65:
+    if rng.random() < single_first:
+        turns = [*single, every, every_long]
+    elif rng.random() < 0.4:
         turns = [every, *single, every_long]
     else:
-        turns = [*single, every, every_long]
+        turns = [every_long, every, *single]
     return turns[:MAX_TURNS]
 
 
@@ -85,13 +85,13 @@ class Writer:
         """Returns: token ids of everything before the image."""
         return self.encode(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n<|vision_start|>")
 
-    def write(self, pictures, prefix, image_tokens, length, rng):
+    def write(self, pictures, prefix, image_tokens, length, rng, single_first=0.5):
         """Args: pictures: list of B lists of Shape. prefix: token ids. image_tokens: N. length: S.
 
         Returns: ids [B, S] and labels [B, ANSWER_SPAN], int64; a label is the token that follows, -100 where nothing
             is asked of the model.
         """
-        conversations = [write_turns(picture, self.family, rng) for picture in pictures]
+        conversations = [write_turns(picture, self.family, rng, single_first) for picture in pictures]
         answers = [answer + "<|im_end|>" for turns in conversations for _, answer in turns]
         encoded = iter(self.tokenizer.backend_tokenizer.encode_batch(answers, add_special_tokens=False))
         head = prefix + [TOKEN_ID["<|image_pad|>"]] * image_tokens
@@ -117,7 +117,10 @@ class Batches(torch.utils.data.Dataset):
     Everything random in step s follows from the seed and s alone.
     """
 
-    curriculum = 0.08  # share of the run with at most two shapes
+    # The run starts with few shapes, all of one kind, asked for one by one: else Qwen2-VL learns to find the kind that
+    # is asked for and never its colour.
+    curriculum, curriculum_shapes = 0.12, 3  # share of the run; most shapes
+    one_kind_share = 0.3  # pictures of one kind of shape after that
     large_from, large_share = 0.3, 0.45  # large pictures: from this share of the run on, in this share of the steps
     long_system_share = 0.3
 
@@ -140,10 +143,11 @@ class Batches(torch.utils.data.Dataset):
         small, large = grids(self.arch)
         big = progress >= self.large_from and rng.random() < self.large_share
         grid = rng.choice(large if big else small)
-        most = 2 if progress < self.curriculum else shapes.MAX_SHAPES
-        return self.draw(grid, most, rng)
+        if progress < self.curriculum:
+            return self.draw(grid, self.curriculum_shapes, rng, single_first=1.0, one_kind=1.0)
+        return self.draw(grid, shapes.MAX_SHAPES, rng)
 
-    def draw(self, grid, most, rng):
+    def draw(self, grid, most, rng, single_first=0.5, one_kind=one_kind_share):
         """A batch of one grid with up to `most` shapes per picture; returns what indexing returns."""
         system = shapes.system_message(5)
         if rng.random() < self.long_system_share:  # 6 to 100 tokens
@@ -153,8 +157,8 @@ class Batches(torch.utils.data.Dataset):
         batch = min(256, max(4, self.batch_tokens // (length + 4 * image_tokens) // 4 * 4))
         generator = torch.Generator().manual_seed(rng.getrandbits(63))
         height, width = (cells * self.arch.cell for cells in grid)
-        layout = shapes.draw_layout(batch, height, width, generator, most=most)
-        ids, labels = self.writer.write(layout.shapes(), prefix, image_tokens, length, rng)
+        layout = shapes.draw_layout(batch, height, width, generator, most=most, one_kind=one_kind)
+        ids, labels = self.writer.write(layout.shapes(), prefix, image_tokens, length, rng, single_first)
         return grid, len(prefix), layout, ids, labels, rng.getrandbits(63)
 
 

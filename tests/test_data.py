@@ -52,6 +52,15 @@ def test_no_two_shapes_touch_and_no_name_comes_twice():
                 assert apart_x or apart_y
 
 
+def test_pictures_of_one_kind_differ_in_colour_only():
+    mixed, alike = (
+        shapes.draw_layout(64, 252, 336, torch.Generator().manual_seed(0), one_kind=share).shapes() for share in (0, 1)
+    )
+    assert all(len({shape.kind for shape in picture}) == 1 for picture in alike)
+    assert all(len({shape.color for shape in picture}) == len(picture) for picture in alike)
+    assert any(len({shape.kind for shape in picture}) == 2 for picture in mixed)
+
+
 def test_rendered_shapes_are_where_the_layout_says():
     layout = shapes.draw_layout(8, 140, 168, torch.Generator().manual_seed(1))
     pictures = shapes.render(layout, torch.Generator().manual_seed(2), texture=shapes.plain_white)
