@@ -2,7 +2,9 @@
 
 import contextlib
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from vlmlab import capture
 from vlmlab.capture import capture_hf, capture_sglang
@@ -10,7 +12,7 @@ from vlmlab.checkpoint import load_checkpoint
 from vlmlab.compare import compare_traces
 from vlmlab.engine_hf import open_hf
 from vlmlab.engine_sglang import open_sglang
-from vlmlab.inputs import reference_inputs
+from vlmlab.inputs import REFERENCE_QUESTION, prepare_inputs, reference_inputs
 from vlmlab.machine import has_sglang
 
 
@@ -22,6 +24,13 @@ def checkpoint():
 @pytest.fixture(scope="session")
 def inputs(checkpoint):
     return reference_inputs(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def small_inputs(checkpoint):
+    """A picture of noise, 112 x 140 pixels, for what needs few tokens."""
+    noise = np.random.default_rng(0).integers(0, 256, (112, 140, 3), dtype=np.uint8)
+    return prepare_inputs(checkpoint, Image.fromarray(noise), f"<image>{REFERENCE_QUESTION}")
 
 
 @pytest.fixture(scope="session")

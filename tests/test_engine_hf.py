@@ -87,6 +87,72 @@ def test_text_only_has_no_vision_part(hf_engine, checkpoint, tmp_path):
     assert torch.equal(trace["inputs.positions"], torch.arange(text.tokens).expand(3, -1))
 
 
+@pytest.fixture(scope="module")
+def greedy(hf_engine, small_inputs):
+    """Three decode steps as Transformers does them by itself: tokens, logits, positions in the rotary module."""
+    return _plain_decode(hf_engine, small_inputs)
+
+
+@torch.no_grad()
+def _plain_decode(engine, inputs, steps=3):
+    model = engine.model
+    model.model.rope_deltas = None
+    seen, tokens, logits = [], [], []
+    rotary = model.model.language_model.rotary_emb
+    handle = rotary.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append((*args, *kwargs.values())[1]), with_kwargs=True
+    )
+    batch = {"input_ids": inputs.input_ids[None], "mm_token_type_ids": inputs.image_positions[None].int()}
+    if inputs.pixel_values is not None:
+        batch |= {"pixel_values": inputs.pixel_values, "image_grid_thw": inputs.image_grid_thw}
+    try:
+        answer = model(**batch, use_cache=True, logits_to_keep=1)
+        for _ in range(steps):
+            tokens.append(int(answer.logits[0, -1].argmax()))
+            cache = answer.past_key_values
+            answer = model(input_ids=torch.tensor([tokens[-1:]]), past_key_values=cache, use_cache=True)
+            logits.append(answer.logits[0])
+    finally:
+        handle.remove()
+    return tokens, logits, [positions[-3:, 0] for positions in seen[1:]]
+
+
+def test_decode_steps_are_those_of_the_plain_model(greedy, hf_engine, small_inputs, tmp_path):
+    before = _hooks(hf_engine.model)
+    tokens, logits, positions = greedy
+    steps = hf_engine.capture_decode(small_inputs, tmp_path, tokens)
+    assert _hooks(hf_engine.model) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_0", "step_1", "step_2"]
+    language = tuple(point.name for point in hook_points(hf_engine.checkpoint.config) if point.part == "language")
+    start = int(hf_engine.positions(small_inputs).max()) + 1
+    assert start < small_inputs.tokens
+    for k, step in enumerate(steps):
+        assert step.hook_points == language
+        assert all(len(step[name]) == 1 for name in language)
+        assert bitwise_equal(step["logits"], logits[k])
+        assert step["inputs.input_ids"].tolist() == [tokens[k]]
+        assert step["inputs.positions"].tolist() == [[start + k]] * 3 == positions[k].tolist()
+        assert step.info.flags["decode_step"] == k
+
+
+def test_another_token_gives_another_answer(greedy, hf_engine, small_inputs, tmp_path):
+    tokens, logits, _ = greedy
+    wrong = [tokens[0], (tokens[1] + 1) % 100, tokens[2]]
+    steps = hf_engine.capture_decode(small_inputs, tmp_path, wrong)
+    same = [bitwise_equal(step["logits"], plain) for step, plain in zip(steps, logits, strict=True)]
+    assert same == [True, False, False]
+
+
+def test_text_only_decode_does_not_inherit_the_position_of_an_earlier_picture(hf_engine, checkpoint, inputs, tmp_path):
+    text = prepare_inputs(checkpoint, None, "List every shape with its color and center.")
+    tokens, logits, positions = _plain_decode(hf_engine, text)
+    hf_engine.forward(inputs)  # leaves its rope delta in the model
+    steps = hf_engine.capture_decode(text, tmp_path, tokens)
+    for k, step in enumerate(steps):
+        assert bitwise_equal(step["logits"], logits[k])
+        assert step["inputs.positions"].tolist() == [[text.tokens + k]] * 3 == positions[k].tolist()
+
+
 def test_a_checkpoint_without_its_weights_is_refused(checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint.folder, tmp_path / "copy")
     tensors = load_file(folder / "model.safetensors")

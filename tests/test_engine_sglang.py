@@ -89,9 +89,59 @@ def test_hooks_record_only_when_asked(sglang_engine, inputs):
     assert sorted(sglang_engine._control.iterdir()) == before
 
 
+def test_decode_steps_of_one_request(sglang_engine, hf_engine, small_inputs, tmp_path):
+    steps, tokens = sglang_engine.capture_decode(small_inputs, tmp_path / "first", 3)
+    again, same = sglang_engine.capture_decode(small_inputs, tmp_path / "again", 3)
+    assert tokens == same == sglang_engine.generate(small_inputs, 4)
+    language = {point.name for point in hook_points(sglang_engine.checkpoint.config) if point.part == "language"}
+    hf = hf_engine.capture_decode(small_inputs, tmp_path / "hf", tokens[:3])
+    for k, step in enumerate(steps):
+        assert set(step.hook_points) == language
+        assert all(len(step[name]) == 1 for name in language)
+        assert set(again[k].tensors) == set(step.tensors)
+        assert all(bitwise_equal(step[name], again[k][name]) for name in step.tensors)
+        assert torch.equal(step["inputs.input_ids"], torch.tensor([tokens[k]]))
+        assert torch.equal(step["inputs.positions"], hf[k]["inputs.positions"])
+        assert int(step["logits"].argmax()) == tokens[k + 1]
+        assert bitwise_equal(step["layers.0.resid_pre"], hf[k]["layers.0.resid_pre"])
+        assert step.info.flags["decode_step"] == k
+
+
+def test_decode_steps_after_given_vision_output(sglang_engine, hf_engine, small_inputs, tmp_path):
+    given = vision_output(hf_engine.capture(small_inputs, tmp_path / "hf"))
+    steps, tokens = sglang_engine.capture_decode(small_inputs, tmp_path / "given", 2, given)
+    assert tokens == sglang_engine.generate(small_inputs, 3, given)
+    start = int(hf_engine.positions(small_inputs).max()) + 1
+    assert [step["inputs.positions"].tolist() for step in steps] == [[[start + k]] * 3 for k in range(2)]
+    assert steps[1].info.flags["language_input"] == "given vision output"
+    other, _ = sglang_engine.capture_decode(small_inputs, tmp_path / "zeros", 2, torch.zeros_like(given))
+    assert not bitwise_equal(other[0]["logits"], steps[0]["logits"])
+
+
+def test_decode_steps_after_text_only(sglang_engine, checkpoint, tmp_path):
+    text = prepare_inputs(checkpoint, None, "List every shape with its color and center.")
+    steps, _ = sglang_engine.capture_decode(text, tmp_path, 2)
+    assert [step["inputs.positions"].tolist() for step in steps] == [[[text.tokens + k]] * 3 for k in range(2)]
+
+
+def test_a_request_cut_short_leaves_nothing_to_the_next(sglang_engine, small_inputs, tmp_path, monkeypatch):
+    generate, control = sglang_engine.generate, sglang_engine._control
+    with monkeypatch.context() as patch:
+        patch.setattr(sglang_engine, "generate", lambda inputs, max_new_tokens, embeddings: generate(inputs, 2))
+        with pytest.raises(VlmlabError, match="hooks recorded nothing"):
+            sglang_engine.capture_decode(small_inputs, tmp_path / "short", 3)
+    assert list((tmp_path / "short").iterdir()) == []
+    generate(small_inputs, 4)
+    assert {path.name for path in control.iterdir()} <= {"engine.log", "embeddings.safetensors"}
+    trace = sglang_engine.capture(small_inputs, tmp_path / "trace")
+    assert set(trace.hook_points) == {point.name for point in hook_points(sglang_engine.checkpoint.config)}
+    assert len(trace["layers.0.resid_pre"]) == small_inputs.tokens
+    assert "decode_step" not in trace.info.flags
+
+
 def test_a_write_that_fails_in_the_scheduler_comes_back_and_the_engine_lives_on(sglang_engine, inputs, tmp_path):
     with pytest.raises(VlmlabError, match="No such file or directory"):
-        sglang_engine._record(tmp_path / "no" / "folder", ["language"], inputs)
+        sglang_engine._record([None, tmp_path / "no" / "folder"], ["language"], inputs)
     assert sglang_engine.alive
     assert len(sglang_engine.generate(inputs)) == 1
 
@@ -104,18 +154,36 @@ def test_a_refused_request_leaves_the_engine_usable(sglang_engine, checkpoint, i
     assert len(sglang_engine.generate(inputs)) == 1
 
 
-def test_an_answer_that_takes_too_long_ends_the_engine(checkpoint, inputs, monkeypatch):
+def test_an_answer_that_takes_too_long_ends_the_engine(inputs, monkeypatch):
+    engine = _silent_engine()
+    monkeypatch.setattr("vlmlab.engine_sglang.REQUEST_TIMEOUT_S", 0.5)
+    with pytest.raises(VlmlabError, match=r"did not answer within 0 s; its log ends:\nstill thinking"):
+        engine.generate(inputs)
+    with pytest.raises(VlmlabError, match="is shut down; open a new one"):
+        engine.generate(inputs)
+
+
+def test_an_interrupted_wait_ends_the_engine(inputs, monkeypatch):
+    engine = _silent_engine()
+    monkeypatch.setattr("vlmlab.engine_sglang.select.select", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(inputs)
+    assert not engine.alive
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def _silent_engine():
+    """An engine that started and never answers."""
     engine = object.__new__(SGLangEngine)
     folder = tempfile.TemporaryDirectory()
     engine._folder, engine._control, engine.log = folder, Path(folder.name), Path(folder.name) / "engine.log"
     engine.log.write_text("still thinking\n")
     silent = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     engine._process = subprocess.Popen(silent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-    monkeypatch.setattr("vlmlab.engine_sglang.REQUEST_TIMEOUT_S", 0.5)
-    with pytest.raises(VlmlabError, match=r"did not answer within 0 s; its log ends:\nstill thinking"):
-        engine.generate(inputs)
-    with pytest.raises(VlmlabError, match="is shut down; open a new one"):
-        engine.generate(inputs)
+    return engine
 
 
 def test_the_stand_in_is_on_the_path_of_the_children_only(sglang_engine):

@@ -1,13 +1,14 @@
 """Trace from Transformers, in process.
 
 open_hf         a loaded model as a context
-HFEngine        capture one input; every hook it sets is gone afterwards, also after an exception
+HFEngine        capture one input or decode steps after it; its hooks are gone afterwards, also after an exception
 vision_output   the vision tower's output in the form SGLang accepts as precomputed embeddings
 """
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -90,17 +91,26 @@ class HFEngine:
         self.seconds = {"load": time.perf_counter() - start}
 
     @torch.no_grad()
-    def forward(self, inputs: Inputs) -> Tensor:
+    def forward(self, inputs: Inputs, cache: Any = None) -> Tensor:
         """One plain prefill.
 
-        Args: inputs: what to ask. Returns: [1, V] logits of the last position.
+        Args: inputs: what to ask. cache: an empty Transformers cache to fill, or None.
+        Returns: [1, V] logits of the last position.
         """
         batch: dict[str, Any] = {"input_ids": inputs.input_ids[None]}
         batch["mm_token_type_ids"] = inputs.image_positions[None].int()
         if inputs.pixel_values is not None:
             batch |= {"pixel_values": inputs.pixel_values, "image_grid_thw": inputs.image_grid_thw}
         batch = {key: value.to(self.device) for key, value in batch.items()}
-        return self.model(**batch, use_cache=False, logits_to_keep=1).logits[0]
+        use_cache = cache is not None
+        return self.model(**batch, past_key_values=cache, use_cache=use_cache, logits_to_keep=1).logits[0]
+
+    @torch.no_grad()
+    def _decode(self, input_ids: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        """One plain decode step: [1] ids at [3, 1] positions, [1, V] logits."""
+        # Left to itself the model adds the rope delta of its last picture, also when this prompt has none.
+        batch = {"input_ids": input_ids[None].to(self.device), "position_ids": positions[:, None].to(self.device)}
+        return self.model(**batch, past_key_values=cache, use_cache=True).logits[0]
 
     def capture(self, inputs: Inputs, folder: Path) -> Trace:
         """One prefill with every hook point copied to disk.
@@ -108,25 +118,56 @@ class HFEngine:
         Args: inputs: what to ask. folder: trace folder to write.
         Returns: Trace. Raises: VlmlabError: disk full, or a hook point was never reached.
         """
+        given = {"inputs.input_ids": inputs.input_ids, "inputs.positions": self.positions(inputs)}
+        parts = ["language"]
+        if inputs.pixel_values is not None and inputs.image_grid_thw is not None:
+            given["inputs.pixel_values"] = inputs.pixel_values.to(self.model.dtype)
+            given["inputs.image_grid_thw"] = inputs.image_grid_thw
+            parts.append("vision")
+        return self._record(folder, parts, inputs, given, lambda: self.forward(inputs))
+
+    def capture_decode(self, inputs: Inputs, folder: Path, tokens: Sequence[int]) -> tuple[Trace, ...]:
+        """One decode step a token after an unrecorded prefill, the language model's hook points copied to disk.
+
+        Args: inputs: what to ask. folder: gets one trace folder a step, `step_0` and on. tokens: input of each step.
+        Returns: one Trace a token. Raises: VlmlabError: disk full, or a hook point was never reached.
+        """
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self.model.config.get_text_config())
+        self.forward(inputs, cache)
+        first = int(self.positions(inputs).max()) + 1
+        traces = []
+        for k, token in enumerate(tokens):
+            ids, positions = torch.tensor([token]), torch.full((3, 1), first + k)
+            given = {"inputs.input_ids": ids, "inputs.positions": positions}
+            step = functools.partial(self._decode, ids, positions, cache)
+            traces.append(self._record(folder / f"step_{k}", ["language"], inputs, given, step, decode_step=k))
+        return tuple(traces)
+
+    def _record(
+        self,
+        folder: Path,
+        parts: Sequence[str],
+        inputs: Inputs,
+        given: Mapping[str, Tensor],
+        forward: Callable[[], Any],
+        **flags: Any,
+    ) -> Trace:
         start = time.perf_counter()
-        points = hook_points(self.checkpoint.config)
-        if inputs.pixel_values is None:
-            points = tuple(point for point in points if point.part != "vision")
+        points = tuple(point for point in hook_points(self.checkpoint.config) if point.part in parts)
         with write_trace(folder) as partial:
             recorder = Recorder(partial)
-            recorder.add("inputs.input_ids", inputs.input_ids)
-            recorder.add("inputs.positions", self.positions(inputs))
-            if inputs.pixel_values is not None and inputs.image_grid_thw is not None:
-                recorder.add("inputs.pixel_values", inputs.pixel_values.to(self.model.dtype))
-                recorder.add("inputs.image_grid_thw", inputs.image_grid_thw)
+            for name, tensor in given.items():
+                recorder.add(name, tensor)
             with recording(self.model, points, recorder.add):
-                self.forward(inputs)
+                forward()
             recorder.flush()
             unreached = [point.name for point in points if point.name not in recorder.shards]
             if unreached:
                 raise VlmlabError(f"Transformers never reached {unreached[0]} (and {len(unreached) - 1} more)")
             seconds = {**self.seconds, "capture": time.perf_counter() - start}
-            write_run(partial, self._run_info(inputs, seconds), recorder.shards)
+            write_run(partial, self._run_info(inputs, seconds, flags), recorder.shards)
         return load_trace(folder)
 
     def positions(self, inputs: Inputs) -> Tensor:
@@ -142,7 +183,9 @@ class HFEngine:
         positions, _ = self.model.model.get_rope_index(ids, kinds, image_grid_thw=grid)
         return positions[-3:, 0]
 
-    def _run_info(self, inputs: Inputs, seconds: dict[str, float]) -> RunInfo:
+    def _run_info(self, inputs: Inputs, seconds: dict[str, float], flags: Mapping[str, Any]) -> RunInfo:
+        settings = hf_settings(self.checkpoint, self.attention, self.device)
+        settings["flags"] = settings["flags"] | flags
         return RunInfo(
             model=self.checkpoint.name,
             family=self.checkpoint.family,
@@ -151,7 +194,7 @@ class HFEngine:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             config=self.checkpoint.config,
             seconds=seconds,
-            **hf_settings(self.checkpoint, self.attention, self.device),
+            **settings,
         )
 
 

@@ -1,7 +1,7 @@
 """Trace from SGLang: the real `sglang.Engine`, owned by a child process of ours.
 
 open_sglang         a started engine as a context; nothing it started outlives the block or this process
-SGLangEngine        capture one input; one started engine serves many captures
+SGLangEngine        capture one input or decode steps after it; one started engine serves many captures
 engine_arguments    the Engine arguments that follow from this machine
 
 The engine gets its own process because importing sglang changes the importer (signal handlers, event loop, torch
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ from vlmlab.errors import VlmlabError
 from vlmlab.hookpoints import hook_points
 from vlmlab.inputs import Inputs
 from vlmlab.machine import device_info, engine_checks, has_cuda, versions
-from vlmlab.sglang_worker import RECORDED_FILE, REQUEST_FILE
-from vlmlab.trace import RunInfo, Trace, load_trace, write_run, write_trace
+from vlmlab.sglang_worker import RECORDED_FILE, REQUEST_FILE, TAKEN_FILE
+from vlmlab.trace import RunInfo, Trace, load_trace, write_json, write_run, write_trace
 
 STANDIN = Path(__file__).parent / "cpu_standin"
 START_TIMEOUT_S = 300.0
@@ -176,7 +176,11 @@ class SGLangEngine:
 
     def _receive(self, timeout: float, doing: str) -> dict[str, Any]:
         assert self._process is not None and self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], timeout)
+        try:
+            ready, _, _ = select.select([self._process.stdout], [], [], timeout)
+        except BaseException:
+            self.close()  # interrupted: as below
+            raise
         if not ready:
             lines = self._log_lines()
             self.close()  # an answer that comes later must not be taken for the next one's
@@ -234,48 +238,74 @@ class SGLangEngine:
         start = time.perf_counter()
         with write_trace(folder) as partial:
             if embeddings is None:
-                recorded = self._record(partial, ["inputs", "vision", "language"], inputs)
+                [recorded], _ = self._record([partial], ["inputs", "vision", "language"], inputs)
             else:
-                recorded = self._record(partial, ["inputs", "vision"], inputs)
-                second = self._record(partial, ["language"], inputs, embeddings)
+                [recorded], _ = self._record([partial], ["inputs", "vision"], inputs)
+                [second], _ = self._record([partial], ["language"], inputs, embeddings)
                 recorded["shards"] |= second["shards"]
-            self._check_reached(recorded["shards"], inputs)
+            self._check_reached(recorded["shards"], ["language"] if inputs.image is None else ["vision", "language"])
             seconds = {**self.seconds, "capture": time.perf_counter() - start}
             info = self._run_info(inputs, recorded, embeddings is not None, seconds)
             write_run(partial, info, recorded["shards"])
         return load_trace(folder)
 
+    def capture_decode(
+        self, inputs: Inputs, folder: Path, steps: int, embeddings: Tensor | None = None
+    ) -> tuple[tuple[Trace, ...], list[int]]:
+        """Greedy decode steps after an unrecorded prefill, the language model's hook points copied to disk.
+
+        Args: inputs: what to ask. folder: gets one trace folder a step, `step_0` and on. steps: how many.
+        embeddings: vision output for the language model, as in capture.
+        Returns: one Trace a step, and the steps + 1 generated token ids; token k is the input of step k.
+        Raises: VlmlabError: disk full, the engine died, or a step or hook point was never reached.
+        """
+        start = time.perf_counter()
+        folders = [folder / f"step_{k}" for k in range(steps)]
+        with contextlib.ExitStack() as stack:
+            partials = [stack.enter_context(write_trace(step)) for step in folders]
+            facts, tokens = self._record([None, *partials], ["inputs", "language"], inputs, embeddings)
+            seconds = {**self.seconds, "capture": time.perf_counter() - start}
+            for k, (partial, recorded) in enumerate(zip(partials, facts, strict=True)):
+                self._check_reached(recorded["shards"], ["language"])
+                info = self._run_info(inputs, recorded, embeddings is not None, seconds, decode_step=k)
+                write_run(partial, info, recorded["shards"])
+        return tuple(load_trace(step) for step in folders), tokens
+
     def _record(
-        self, folder: Path, parts: list[str], inputs: Inputs, embeddings: Tensor | None = None
-    ) -> dict[str, Any]:
+        self, folders: Sequence[Path | None], parts: list[str], inputs: Inputs, embeddings: Tensor | None = None
+    ) -> tuple[list[dict[str, Any]], list[int]]:
+        """One request, a forward pass for each folder; the facts of those with a folder, and the generated tokens."""
         recorded_file = self._control / RECORDED_FILE
-        request_file = self._control / REQUEST_FILE
         recorded_file.unlink(missing_ok=True)
-        request_file.write_text(json.dumps({"folder": str(folder), "parts": parts}), encoding="utf-8")
+        request = {"folders": [folder and str(folder) for folder in folders], "parts": parts}
+        write_json(self._control / REQUEST_FILE, request)
         try:
-            self.generate(inputs, embeddings=embeddings)
+            tokens = self.generate(inputs, len(folders), embeddings)
         finally:
-            request_file.unlink(missing_ok=True)
+            for name in (REQUEST_FILE, TAKEN_FILE):
+                (self._control / name).unlink(missing_ok=True)
         if not recorded_file.is_file():
             raise VlmlabError("SGLang answered but its hooks recorded nothing; its log says:\n" + self._log_lines())
         recorded = json.loads(recorded_file.read_text(encoding="utf-8"))
-        if recorded["error"]:
-            raise VlmlabError(recorded["error"])
-        return recorded
+        recorded = [facts for facts in recorded if facts is not None]
+        errors = [facts["error"] for facts in recorded if facts["error"]]
+        if errors:
+            raise VlmlabError(errors[0])
+        return recorded, tokens
 
-    def _check_reached(self, shards: Mapping[str, str], inputs: Inputs) -> None:
-        wanted = {read[0] for spec in self._hook_specs() for read in spec["config"].get("reads", [])} | {"logits"}
-        if inputs.image is None:
-            wanted = {name for name in wanted if not name.startswith("vision.")}
+    def _check_reached(self, shards: Mapping[str, str], parts: Sequence[str]) -> None:
+        reads = [read for spec in self._hook_specs() for read in spec["config"].get("reads", [])]
+        wanted = {name for name, part, _ in reads if part in parts} | {"logits"}
         unreached = sorted(wanted - set(shards))
         if unreached:
             raise VlmlabError(f"SGLang never reached hook point {unreached[0]} (and {len(unreached) - 1} more)")
 
-    def _run_info(self, inputs: Inputs, recorded: Mapping[str, Any], given: bool, seconds: dict[str, float]) -> RunInfo:
+    def _run_info(
+        self, inputs: Inputs, recorded: Mapping[str, Any], given: bool, seconds: dict[str, float], **flags: Any
+    ) -> RunInfo:
         settings = engine_settings(self.checkpoint, self.arguments)
-        settings["flags"] = settings["flags"] | {
-            "language_input": "given vision output" if given else "own vision output"
-        }
+        language_input = "given vision output" if given else "own vision output"
+        settings["flags"] = settings["flags"] | {"language_input": language_input} | flags
         return RunInfo(
             model=self.checkpoint.name,
             family=self.checkpoint.family,

@@ -2,11 +2,12 @@
 
 serve           start the engine, then answer requests from standard input until it closes
 record          hook factory that SGLang's `forward_hooks` argument names; runs in the scheduler process
-finish          hook factory for the last module of a forward pass; completes the recording
+finish          hook factory for the last module of a forward pass; completes its recording
 
 Only this module imports sglang. A recording is asked for through a file: the scheduler looks for `request.json` in the
-control folder when a forward pass starts, streams tensors into the folder it names, and writes `recorded.json` at the
-end.
+control folder when a forward pass starts, and renames it `taken.json`. It names one folder for each forward pass to
+come, null for a pass that is not recorded. The scheduler streams each pass into its folder and writes `recorded.json`,
+one entry a folder, after the last. A request is over when its owner removes its file, or writes the next.
 
 Source: sglang@0.5.23: srt/model_executor/hook_manager.py (factory and hook signatures).
 """
@@ -31,38 +32,78 @@ from vlmlab.hookpoints import read
 from vlmlab.trace import Recorder, dtype_name, write_json
 
 REQUEST_FILE = "request.json"
+TAKEN_FILE = "taken.json"
 RECORDED_FILE = "recorded.json"
 SHUTDOWN_GRACE_S = 10.0
 
 
-class _Recording:
-    """The recording in progress in this scheduler process; tensor parallel ranks other than 0 never have one."""
+class _Request:
+    """The request in progress in this scheduler process; tensor parallel ranks other than 0 never have one."""
 
-    def __init__(self, folder: Path, parts: list[str]) -> None:
-        self.recorder = Recorder(folder)
-        self.parts = parts
+    def __init__(self, folders: list[str | None], parts: list[str]) -> None:
+        self.folders, self.parts = folders, parts
+        self.facts: list[dict[str, Any] | None] = []
+
+
+class _Recording:
+    """The forward pass in progress, the next of its request; without a folder it has no parts to record."""
+
+    def __init__(self, request: _Request) -> None:
+        folder = request.folders.pop(0)
+        self.request = request
+        self.recorder = Recorder(Path(folder)) if folder else None
+        self.parts = request.parts if folder else []
         self.error: str | None = None
-        self.facts: dict[str, Any] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        if self.error is None:
+        if self.recorder is not None and self.error is None:
             try:
                 self.recorder.add(name, tensor)
             except Exception as error:  # an exception here would kill the scheduler; the owner raises it instead
                 self.error = str(error)
 
+    def finish(self, logits: torch.Tensor) -> None:
+        """Write what is pending and note the facts of this pass."""
+        if self.recorder is None:
+            self.request.facts.append(None)
+            return
+        try:
+            self.recorder.flush()
+        except Exception as error:
+            self.error = self.error or str(error)
+        facts = {
+            "shards": self.recorder.shards,
+            "error": self.error,
+            "threads": torch.get_num_threads(),
+            "logits_dtype": dtype_name(logits.dtype),
+            "device": str(logits.device),
+        }
+        self.request.facts.append(facts)
 
+
+_request: _Request | None = None
 _current: _Recording | None = None
+_inside = False
 
 
 def _recording(control: Path) -> _Recording | None:
-    global _current
-    request = control / REQUEST_FILE
-    if _current is None and request.exists() and _rank() == 0:
-        asked = json.loads(request.read_text(encoding="utf-8"))
-        request.unlink()
-        _current = _Recording(Path(asked["folder"]), asked["parts"])
+    """The recording of this forward pass; its first hook decides, so that no request begins half-way."""
+    global _request, _current, _inside
+    if not _inside:
+        _inside = True
+        if _rank() == 0:
+            _request = _requested(control)
+            _current = _Recording(_request) if _request is not None and _request.folders else None
     return _current
+
+
+def _requested(control: Path) -> _Request | None:
+    taken = control / TAKEN_FILE
+    try:
+        os.replace(control / REQUEST_FILE, taken)
+        return _Request(**json.loads(taken.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return _request if taken.exists() else None
 
 
 def _rank() -> int:
@@ -110,34 +151,23 @@ def first_layer(config: dict[str, Any]) -> Callable:
 
 
 def finish(config: dict[str, Any]) -> Callable:
-    """Hook factory for the logits processor: record the logits and complete the recording.
+    """Hook factory for the logits processor: record the logits and complete the forward pass.
 
     Args: config: {"control": folder}. Returns: forward hook.
     """
     control = Path(config["control"])
 
     def hook(module, inputs, output):
-        global _current
+        global _current, _inside
         recording = _recording(control)
+        _current, _inside = None, False
         if recording is None:
             return
         if "language" in recording.parts:
             recording.add("logits", read("logits", inputs, output))
-        recorder = recording.recorder
-        try:
-            recorder.flush()
-        except Exception as error:
-            recording.error = recording.error or str(error)
-        _current = None
-        logits = output.next_token_logits
-        facts = {
-            "shards": recorder.shards,
-            "error": recording.error,
-            "threads": torch.get_num_threads(),
-            "logits_dtype": dtype_name(logits.dtype),
-            "device": str(logits.device),
-        }
-        write_json(control / RECORDED_FILE, facts)
+        recording.finish(output.next_token_logits)
+        if not recording.request.folders:
+            write_json(control / RECORDED_FILE, recording.request.facts)
 
     return hook
 
