@@ -5,15 +5,22 @@ Modules, lowest first; arrows point down only (a test reads the imports):
 errors              VlmlabError, the one sentence a person gets instead of a traceback
 machine             what this machine has: versions, devices, which engine can run and why not
 metrics             how different two tensors are
+arithmetic          each debatable step in each engine's way, as pure functions
+demos               a handful of numbers per cause, computed both ways
 hookpoints          the canonical name of every captured tensor and where each engine produces it
 checkpoint          a checkpoint folder, checked and hashed before any engine sees it
 inputs              one prompt and picture as exact ids, pixels, grid and positions, with a content hash
 trace               {hook point: tensor} plus RunInfo: record while the engine runs, load lazily
+causes              the catalogue of causes, and the plan that says which way every step goes
+hybrid              the one forward: every family, every debatable step as a plan says
+replay              the forward on what an engine was given, whole or operation by operation; closure
 engine_hf           Trace from Transformers, in process
 sglang_worker       what runs inside SGLang's processes: the engine's owner and the recording hooks
 engine_sglang       Trace from SGLang, whose engine lives in a child process
 compare             two traces aligned: one row per hook point, one value per token
 capture             both engines on one input, stored on disk and reused
+verdict             bug or rounding: every operation against the envelope of legal plans
+attribution         which cause explains the difference, which engine is closer to the truth
 plots               numbers to figures
 report              executed notebooks to HTML
 cli                 the commands

@@ -1,0 +1,362 @@
+"""Which cause explains the difference, and which engine is closer to the truth.
+
+explain             everything about one pair of traces: verdicts, closure, causes, distances to the truth
+attribute           every cause of a part: live or dead, alone, and its share
+control             proof that a switch without effect acts all the same
+closer_to_truth     per layer, which engine is nearer to float64
+
+Shares are Shapley values over the live causes: the average, over all orders of switching them on, of what a cause takes
+off the distance between Transformers and SGLang. They sum to what all of them take off.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmlab.causes import Cause, Plan, causes_of, hf_plan, sglang_plan
+from vlmlab.errors import VlmlabError
+from vlmlab.hybrid import Hybrid
+from vlmlab.metrics import rel_l2_error
+from vlmlab.replay import Asked, Closure, asked_of, closure, differing, run_plan
+from vlmlab.trace import Trace
+from vlmlab.verdict import Finding, Verdict, judge
+
+PARTS = ("vision", "language")
+
+# One weight that the step of a cause reads, or that its input comes from; `{}` is a layer in the middle.
+NUDGED_WEIGHTS = {
+    "patch_embed": "visual.patch_embed.proj.weight",
+    "position_formula": "visual.pos_embed.weight",
+    "position_precision": "visual.pos_embed.weight",
+    "vit_rotary": "visual.blocks.{}.attn.qkv.weight",
+    "vit_attention": "visual.blocks.{}.attn.qkv.weight",
+    "rms_norm": "model.layers.{}.input_layernorm.weight",
+    "residual_sum": "model.layers.{}.self_attn.o_proj.weight",
+    "qkv_linear": "model.layers.{}.self_attn.k_proj.weight",
+    "gate_up_linear": "model.layers.{}.mlp.up_proj.weight",
+    "rotary": "model.layers.{}.self_attn.q_proj.weight",
+    "attention": "model.layers.{}.self_attn.v_proj.weight",
+    "qk_norm": "model.layers.{}.self_attn.q_norm.weight",
+    "deepstack_order": "model.layers.0.self_attn.o_proj.weight",
+    "router_weights": "model.layers.{}.mlp.gate.weight",
+    "expert_combine": "model.layers.{}.mlp.experts.down_proj",
+    "head": "lm_head.weight",
+}
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What one cause does when nothing else is switched away from Transformers' way.
+
+    Attributes: tensors: hook points whose bits it changes. first: the first of them. distance: relative L2 error to
+    Transformers at the end of the part, root mean square over tokens. closer: by how much it brings Transformers nearer
+    to SGLang there.
+    """
+
+    tensors: int
+    first: str | None
+    distance: float
+    closer: float
+
+
+@dataclass(frozen=True)
+class CauseEffect:
+    """One cause on one input. name, part. live: whether it changes any bit, alone or on top of all others. acts: for a
+    dead cause, whether its switch was proven to act. share: of the distance, in the distance's unit; 0 when dead."""
+
+    name: str
+    part: str
+    live: bool
+    acts: bool | None
+    share: float
+    alone: Alone
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """The causes of one part. end: hook point where distances are taken. total: distance between Transformers and
+    SGLang. explained: what all live causes together take off. interaction: what the shares hold beyond the effects
+    alone. plans: how many were computed. flipped: tokens whose experts differ somewhere, which are left out."""
+
+    part: str
+    end: str
+    total: float
+    explained: float
+    interaction: float
+    plans: int
+    flipped: int
+    effects: tuple[CauseEffect, ...]
+
+
+def part_end(hybrid: Hybrid, part: str) -> str:
+    """The hook point at which a part's distances are taken."""
+    return "vision.merger" if part == "vision" else f"layers.{hybrid.depth - 1}.resid_post"
+
+
+def flipped_tokens(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor | None:
+    """Tokens for which some layer chose other experts. Returns: [T] bool, or None for dense decoders."""
+    names = [name for name in a if name.endswith(".experts")]
+    if not names:
+        return None
+    return torch.stack([(a[n].sort(-1).values != b[n].sort(-1).values).any(-1) for n in names]).any(0)
+
+
+def _distance(a: Tensor, b: Tensor, without: Tensor | None = None) -> float:
+    """Root mean square over tokens of the relative L2 error of b to a."""
+    errors = rel_l2_error(a, b)
+    if without is not None and len(without) == len(errors):
+        errors = errors[~without]
+    return errors.square().mean().sqrt().item() if len(errors) else math.nan
+
+
+def attribute(hybrid: Hybrid, asked: Asked, part: str, start: Plan, say: Callable[[str], None] = print) -> Attribution:
+    """Every cause of a part on one input.
+
+    Args: hybrid: in the engines' dtype. asked: input. part: "vision" or "language". start: Transformers' plan. say:
+    called with one line per phase.
+    Returns: Attribution. Raises: VlmlabError: the input has no such part.
+    """
+    end, causes, goal = part_end(hybrid, part), causes_of(hybrid.family, part), sglang_plan()
+    base = run_plan(hybrid, asked, start, part)
+    target = run_plan(hybrid, asked, goal, part)
+    if end not in base:
+        raise VlmlabError(f"no evidence: the input has no {part} part")
+    flipped = flipped_tokens(base, target)
+    total = _distance(base[end], target[end], flipped)
+    say(f"{part}: {len(causes)} causes one at a time")
+    alone, live = {}, []
+    for cause in causes:
+        on = run_plan(hybrid, asked, start.switched(cause.name, "sglang"), part)
+        changed = [name for name in base if differing(on[name], base[name])]
+        distance = _distance(base[end], on[end], flipped)
+        closer = total - _distance(on[end], target[end], flipped)
+        alone[cause.name] = Alone(len(changed), next(iter(changed), None), distance, closer)
+        off = run_plan(hybrid, asked, goal.switched(cause.name, start.how(cause.name)), part)
+        if changed or any(differing(off[name], target[name]) for name in target):
+            live.append(cause)
+    say(f"{part}: {2 ** len(live)} combinations of {len(live)} live causes")
+    worth = {}
+    for chosen in _subsets(live):
+        plan = start
+        for cause in chosen:
+            plan = plan.switched(cause.name, "sglang")
+        worth[frozenset(c.name for c in chosen)] = total - _distance(
+            run_plan(hybrid, asked, plan, part)[end], target[end], flipped
+        )
+    names = [cause.name for cause in live]
+    shares = _shapley(names, worth)
+    effects = tuple(
+        CauseEffect(
+            cause.name,
+            part,
+            cause in live,
+            None if cause in live else control(hybrid, asked, cause),
+            shares.get(cause.name, 0.0),
+            alone[cause.name],
+        )
+        for cause in causes
+    )
+    explained = worth[frozenset(names)]
+    interaction = explained - sum(alone[name].closer for name in names)
+    return Attribution(
+        part, end, total, explained, interaction, len(worth), int(flipped.sum()) if flipped is not None else 0, effects
+    )
+
+
+def _subsets(causes: Sequence[Cause]) -> Iterator[tuple[Cause, ...]]:
+    for size in range(len(causes) + 1):
+        yield from itertools.combinations(causes, size)
+
+
+def _shapley(names: Sequence[str], worth: Mapping[frozenset[str], float]) -> dict[str, float]:
+    """Shapley values. Args: worth: value of every subset. Returns: {name: share}, summing to the full set's value.
+
+    Source: Shapley 1953, "A value for n-person games".
+    """
+    shares, count = {}, len(names)
+    for name in names:
+        others = [other for other in names if other != name]
+        shares[name] = sum(
+            (worth[frozenset({*chosen, name})] - worth[frozenset(chosen)]) / (count * math.comb(count - 1, size))
+            for size in range(count)
+            for chosen in itertools.combinations(others, size)
+        )
+    return shares
+
+
+@contextmanager
+def _nudged(hybrid: Hybrid, cause: Cause) -> Iterator[None]:
+    """One weight, the largest of its tensor, is one unit in the last place larger inside the block."""
+    if cause.name == "vit_norm_eps":  # it reads no weight but the eps
+        before, hybrid.eps = hybrid.eps, 1000 * hybrid.eps
+        try:
+            yield
+        finally:
+            hybrid.eps = before
+        return
+    depth = hybrid.vision_depth if cause.part == "vision" else hybrid.depth
+    name = NUDGED_WEIGHTS[cause.name].format(depth // 2)
+    kept = hybrid.weights[name]
+    nudged = kept.clone()
+    flat = nudged.view(-1)
+    place = flat.abs().argmax()
+    flat[place] = torch.nextafter(flat[place], torch.full_like(flat[place], torch.inf))
+    hybrid.weights[name] = nudged
+    try:
+        yield
+    finally:
+        hybrid.weights[name] = kept
+
+
+def control(hybrid: Hybrid, asked: Asked, cause: Cause) -> bool:
+    """Whether SGLang's way of a cause really computes: a weight moved by one unit in its last place must show.
+
+    Args: hybrid, asked: as in attribute. cause: any. Returns: whether any hook point's bits changed.
+    """
+    plan = hf_plan().switched(cause.name, "sglang")
+    before = run_plan(hybrid, asked, plan, cause.part)
+    with _nudged(hybrid, cause):
+        after = run_plan(hybrid, asked, plan, cause.part)
+    return any(differing(after[name], before[name]) for name in before)
+
+
+# ---------------------------------------------------------------------------------------------------- truth
+
+
+@dataclass(frozen=True)
+class Nearness:
+    """One hook point. hf, sglang: relative L2 error to float64, root mean square over tokens. closer: "hf", "sglang" or
+    "tie" (equal). sglang_share: share of tokens at which SGLang is closer. flipped: tokens routed to other experts
+    than in float64 by either engine, left out."""
+
+    hookpoint: str
+    hf: float
+    sglang: float
+    closer: str
+    sglang_share: float
+    flipped: int
+
+
+def closer_to_truth(
+    truth: Mapping[str, Tensor], hf: Mapping[str, Tensor], sglang: Mapping[str, Tensor], names: Iterable[str]
+) -> tuple[Nearness, ...]:
+    """Both engines against float64, hook point by hook point.
+
+    Args: truth: of run_plan in float64. hf, sglang: states. names: hook points. Returns: one Nearness each.
+    """
+    flips = [flip for flip in (flipped_tokens(hf, truth), flipped_tokens(sglang, truth)) if flip is not None]
+    flipped = torch.stack(flips).any(0) if flips else None
+    rows = []
+    for name in names:
+        errors = [rel_l2_error(truth[name], side[name]) for side in (hf, sglang)]
+        out = flipped if flipped is not None and len(flipped) == len(errors[0]) else None
+        if out is not None:
+            errors = [error[~out] for error in errors]
+        a, b = (error.square().mean().sqrt().item() for error in errors)
+        share = (errors[1] < errors[0]).double().mean().item()
+        closer = "tie" if a == b else "hf" if a < b else "sglang"
+        rows.append(Nearness(name, a, b, closer, share, 0 if out is None else int(out.sum())))
+    return tuple(rows)
+
+
+# ---------------------------------------------------------------------------------------------------- explanation
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything about one pair of traces.
+
+    Attributes: verdicts: by engine. closures: by engine, the whole forward pass against the trace. attributions: by
+    part. nearness: streams of both parts. near_tie: whether the two likeliest next tokens of an engine lie within one
+    unit in the last place. next_tokens: by engine.
+    """
+
+    verdicts: Mapping[str, Verdict]
+    closures: Mapping[str, Closure]
+    attributions: tuple[Attribution, ...]
+    nearness: tuple[Nearness, ...]
+    near_tie: Mapping[str, bool]
+    next_tokens: Mapping[str, int]
+
+    @property
+    def first_outside(self) -> tuple[str, Finding] | None:
+        """(engine, the first operation outside the envelope), or None."""
+        found = [(engine, verdict.first) for engine, verdict in self.verdicts.items() if verdict.first is not None]
+        return next(((engine, first) for engine, first in found if first is not None), None)
+
+    @property
+    def word(self) -> str:
+        """ "bug" if either engine has one, "rounding" if neither, "no evidence" if an engine was not judged."""
+        words = {verdict.word for verdict in self.verdicts.values()}
+        return next((word for word in ("bug", "no evidence") if word in words), "rounding")
+
+    def json(self) -> dict[str, Any]:
+        """The object that `vlmlab explain --json` prints."""
+        first = self.first_outside
+        unexplained = [c.total - c.equal for c in self.closures.values()]
+        return {
+            "verdict": self.word,
+            "first_outside": None if first is None else {"engine": first[0], **_finite(asdict(first[1]))},
+            "closure": {e: {"tensors_equal": c.equal, "tensors_total": c.total} for e, c in self.closures.items()},
+            "remainder": {"tensors": sum(unexplained), "elements": sum(c.elements for c in self.closures.values())},
+            "causes": [_finite(asdict(effect)) for part in self.attributions for effect in part.effects],
+            "closer_to_truth": [_finite(asdict(row)) for row in self.nearness],
+            "parts": [_finite({k: v for k, v in asdict(a).items() if k != "effects"}) for a in self.attributions],
+            "near_tie": dict(self.near_tie),
+            "next_tokens": dict(self.next_tokens),
+        }
+
+
+def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Strict JSON has no NaN and no infinity: they become None."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+
+
+def near_tie(logits: Tensor) -> bool:
+    """Whether the two likeliest tokens lie within one unit in the last place of the logits' bfloat16 values.
+
+    Args: logits: [1, V].
+    """
+    top = logits.float().flatten().topk(2).values
+    stored = top[0].bfloat16()
+    below = torch.nextafter(stored, torch.tensor(-torch.inf, dtype=stored.dtype))
+    return bool(top[0] - top[1] <= stored.float() - below.float())
+
+
+def explain(hybrid: Hybrid, exact: Hybrid, hf: Trace, sglang: Trace, say: Callable[[str], None] = print) -> Explanation:
+    """Explain the difference between two traces of one input.
+
+    Args: hybrid: the checkpoint in the traces' dtype. exact: in float64. hf, sglang: traces. say: called with one line
+    per phase.
+    Returns: Explanation. Raises: VlmlabError: different weights or inputs, or nothing to compare.
+    """
+    for what in ("weights_hash", "input_hash"):
+        if getattr(hf.info, what) != getattr(sglang.info, what):
+            raise VlmlabError(f"no evidence: the traces differ in {what}; capture both with the same model and input")
+    start, goal = hf_plan(hf.info.attention), sglang_plan()
+    verdicts, closures = {}, {}
+    for trace, plan in ((hf, start), (sglang, goal)):
+        engine, asked = trace.info.engine, asked_of(hybrid, trace, hf)
+        say(f"{trace.info.release}: verdict")
+        verdicts[engine] = judge(hybrid, exact, trace, asked)
+        closures[engine] = closure(trace, run_plan(hybrid, asked, plan))
+    asked = asked_of(hybrid, sglang, hf)
+    parts = PARTS if asked.pixels is not None else ("language",)
+    attributions = tuple(attribute(hybrid, asked, part, start, say) for part in parts)
+    say("float64: the truth")
+    truth, ours, theirs = (run_plan(h, asked, p) for h, p in ((exact, start), (hybrid, start), (hybrid, goal)))
+    names = [name for name in truth if name.endswith("resid_post") or name in ("vision.merger", "final_norm", "logits")]
+    return Explanation(
+        verdicts,
+        closures,
+        attributions,
+        closer_to_truth(truth, ours, theirs, names),
+        {trace.info.engine: near_tie(trace["logits"]) for trace in (hf, sglang)},
+        {trace.info.engine: int(trace["logits"].float().argmax()) for trace in (hf, sglang)},
+    )

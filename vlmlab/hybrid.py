@@ -1,0 +1,365 @@
+"""The one forward: ViT, merger, prefill and decode of every family, each debatable step as a plan says.
+
+Hybrid          a checkpoint's weights and the forward over them
+Cache           keys and values of earlier tokens
+
+In bfloat16 the plan that says "hf" everywhere equals Transformers bit for bit, the one that says "sglang" equals
+SGLang. In float64 it is the truth for the same weights. Batches have one sequence and one picture.
+
+Shapes: T tokens, S tokens seen so far, P patches, N image tokens, E vision width, D model width, H heads, K key-value
+heads, h head_dim, F rotary frequencies.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+
+from vlmlab import arithmetic as by
+from vlmlab.causes import Plan
+from vlmlab.checkpoint import Checkpoint
+from vlmlab.errors import VlmlabError
+
+Record = Callable[[str, Tensor], None]
+
+
+def _ignore(name: str, tensor: Tensor) -> None:
+    pass
+
+
+@dataclass
+class Cache:
+    """Keys and values per layer, each [1, K, S, h]."""
+
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add [1, K, T, h] of new tokens. Returns: all keys and values of the layer."""
+        if layer in self.keys:
+            k, v = torch.cat((self.keys[layer], k), -2), torch.cat((self.values[layer], v), -2)
+        self.keys[layer], self.values[layer] = k, v
+        return k, v
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the language model gets of a picture. features: [N, D]. deepstack: one [N, D] per early layer."""
+
+    features: Tensor
+    deepstack: tuple[Tensor, ...] = ()
+
+
+class Hybrid:
+    """A checkpoint's weights, loaded once, and the forward over them.
+
+    Args: checkpoint: of a supported family. dtype: compute dtype; None for the checkpoint's own. device: where.
+    Attributes: family, depth, vision_depth, deepstack_layers.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None, device: str = "cpu") -> None:
+        config = checkpoint.config
+        self.checkpoint, self.family, self.device = checkpoint, checkpoint.family, device
+        self.dtype = dtype or getattr(torch, checkpoint.dtype)
+        text = config.get("text_config") or config
+        rope = text.get("rope_parameters") or {**(text.get("rope_scaling") or {}), "rope_theta": text.get("rope_theta")}
+        vision = config["vision_config"]
+        self.qwen2 = self.family == "qwen2_vl"
+        self.depth, self.vision_depth = text["num_hidden_layers"], vision["depth"]
+        self.heads, self.kv_heads = text["num_attention_heads"], text["num_key_value_heads"]
+        self.head_dim = text.get("head_dim") or text["hidden_size"] // self.heads
+        self.eps, self.theta, self.section = text["rms_norm_eps"], rope["rope_theta"], rope["mrope_section"]
+        self.vision_heads = vision["num_heads"]
+        self.vision_width = vision["embed_dim"] if self.qwen2 else vision["hidden_size"]
+        self.vision_theta = (vision.get("rope_parameters") or {}).get("rope_theta", 10000.0)
+        self.merge = vision["spatial_merge_size"]
+        self.deepstack_layers = () if self.qwen2 else tuple(vision["deepstack_visual_indexes"])
+        self.experts_per_token = text.get("num_experts_per_tok", 0)
+        self.weights = self._load()
+
+    def _load(self) -> dict[str, Tensor]:
+        """Weights under the hub's Qwen2-VL prefixes (`visual.`, `model.`), expert weights as [X, out, in]."""
+        weights: dict[str, Tensor] = {}
+        for file in sorted(self.checkpoint.folder.glob("*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  safe_open is not a mapping
+                    short = name.removeprefix("model.") if name.startswith("model.visual.") else name
+                    short = short.replace("model.language_model.", "model.")
+                    weight = tensors.get_tensor(name)
+                    if ".experts." in short:  # the hub stores [X, in, out]
+                        weight = weight.transpose(1, 2).contiguous()
+                    weights[short] = weight.to(self.device, self.dtype)
+        weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+        return weights
+
+    def _weight(self, name: str) -> Tensor:
+        return self.weights[f"{name}.weight"]
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+    # ------------------------------------------------------------------------------------------------ vision
+
+    def vision(self, pixels: Tensor, grid_thw: Tensor, plan: Plan, record: Record = _ignore) -> Seen:
+        """The vision tower.
+
+        Args: pixels: [P, C * t * p * p]. grid_thw: [1, 3] patches. plan: how. record: gets every hook point's tensor.
+        Returns: Seen. Raises: VlmlabError: several frames.
+        """
+        frames, rows, columns = grid_thw[0].tolist()
+        if frames != 1:
+            raise VlmlabError(f"expected one picture, got {frames} frames; videos are not supported")
+        x = self.patch_embed(pixels, plan)
+        record("vision.patch_embed", x)
+        x = self.add_positions(x, (rows, columns), plan)
+        record("vision.0.resid_pre", x)
+        rotary = self.vision_rotary((rows, columns), plan)
+        deepstack: list[Tensor] = []
+        for i in range(self.vision_depth):
+            attn_out = self.vision_attention(i, x, rotary, plan)
+            record(f"vision.{i}.attn_out", attn_out)
+            x = x + attn_out
+            record(f"vision.{i}.resid_mid", x)
+            mlp_out = self.vision_mlp(i, x, plan)
+            record(f"vision.{i}.mlp_out", mlp_out)
+            x = x + mlp_out
+            record(f"vision.{i}.resid_post", x)
+            if i in self.deepstack_layers:
+                k = len(deepstack)
+                deepstack.append(self.deepstack_merger(k, x, plan))
+                record(f"vision.deepstack.{k}", deepstack[-1])
+        features = self.merger(x, plan)
+        record("vision.merger", features)
+        return Seen(features, tuple(deepstack))
+
+    def patch_embed(self, pixels: Tensor, plan: Plan) -> Tensor:
+        """[P, C * t * p * p] to [P, E]."""
+        name = "visual.patch_embed.proj"
+        pixels = pixels.to(self.device, self.dtype)
+        return by.patch_embedding(pixels, self._weight(name), self.weights.get(f"{name}.bias"), plan.how("patch_embed"))
+
+    def add_positions(self, x: Tensor, grid: tuple[int, int], plan: Plan) -> Tensor:
+        """Add the learned position table, if the family has one. Args: x: [P, E]. grid: rows, columns of patches."""
+        if self.qwen2:
+            return x
+        table = self._weight("visual.pos_embed")
+        formula, precision = plan.how("position_formula"), plan.how("position_precision")
+        return x + by.blend_positions(table, grid, self.merge, formula, precision)
+
+    def vision_rotary(self, grid: tuple[int, int], plan: Plan) -> dict[str, tuple[Tensor, Tensor]]:
+        """Cosine and sine, [P, h / 2] each, for every way of making them."""
+        rows, columns = grid
+        row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        blocks = (rows // self.merge, self.merge, columns // self.merge, self.merge)
+        places = torch.stack([axis.reshape(blocks).transpose(1, 2).flatten() for axis in (row, column)], 1)
+        dim = self.vision_width // self.vision_heads // 2
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        stored = wide if self.qwen2 else self.dtype  # of SGLang's table
+        tables = {}
+        for how, dtype in (("hf", wide), ("sglang", stored)):
+            cos, sin = by.rotary_table(places.to(self.device), dim, self.vision_theta, dtype, how)
+            tables[how] = cos.flatten(1), sin.flatten(1)
+        return tables
+
+    def _vision_eps(self, plan: Plan, layer: int | None) -> float:
+        return 1e-6 if plan.how("vit_norm_eps", layer) == "hf" else self.eps
+
+    def _layer_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
+        return by.layer_norm(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"], eps)
+
+    def vision_attention(self, i: int, x: Tensor, rotary: dict[str, tuple[Tensor, Tensor]], plan: Plan) -> Tensor:
+        """Attention half of a ViT block. Args: x: [P, E] stream. rotary: of `vision_rotary`. Returns: [P, E]."""
+        block = f"visual.blocks.{i}"
+        normed = self._layer_norm(x, f"{block}.norm1", self._vision_eps(plan, i))
+        qkv = self._linear(normed, f"{block}.attn.qkv").view(len(x), 3, self.vision_heads, -1)
+        q, k, v = qkv.permute(1, 0, 2, 3).unbind(0)
+        cos, sin = rotary[plan.how("vit_rotary", i)]
+        q, k = by.rotate_vision(q, cos, sin), by.rotate_vision(k, cos, sin)
+        return self._linear(by.full_attention(q, k, v, plan.how("vit_attention", i)), f"{block}.attn.proj")
+
+    def vision_mlp(self, i: int, x: Tensor, plan: Plan) -> Tensor:
+        """MLP half of a ViT block. Args: x: [P, E] stream. Returns: [P, E]."""
+        block = f"visual.blocks.{i}"
+        first, second = ("fc1", "fc2") if self.qwen2 else ("linear_fc1", "linear_fc2")
+        h = self._linear(self._layer_norm(x, f"{block}.norm2", self._vision_eps(plan, i)), f"{block}.mlp.{first}")
+        h = h * torch.sigmoid(1.702 * h) if self.qwen2 else F.gelu(h, approximate="tanh")
+        return self._linear(h, f"{block}.mlp.{second}")
+
+    def merger(self, x: Tensor, plan: Plan) -> Tensor:
+        """Four patches to one image token. Args: x: [P, E]. Returns: [N, D]."""
+        norm, first, second = ("ln_q", "mlp.0", "mlp.2") if self.qwen2 else ("norm", "linear_fc1", "linear_fc2")
+        h = self._layer_norm(x, f"visual.merger.{norm}", self._vision_eps(plan, None)).view(-1, 4 * x.shape[1])
+        return self._linear(F.gelu(self._linear(h, f"visual.merger.{first}")), f"visual.merger.{second}")
+
+    def deepstack_merger(self, k: int, x: Tensor, plan: Plan) -> Tensor:
+        """As `merger`, but normalised after merging. Args: k: which. x: [P, E]. Returns: [N, D]."""
+        name = f"visual.deepstack_merger_list.{k}"
+        h = self._layer_norm(x.view(-1, 4 * x.shape[1]), f"{name}.norm", self._vision_eps(plan, None))
+        return self._linear(F.gelu(self._linear(h, f"{name}.linear_fc1")), f"{name}.linear_fc2")
+
+    # ------------------------------------------------------------------------------------------------ language
+
+    def embed(self, input_ids: Tensor, seen: Seen | None = None) -> Tensor:
+        """Token embeddings, image features in their places. Args: input_ids: [T]. Returns: [T, D]."""
+        x = F.embedding(input_ids.to(self.device), self._weight("model.embed_tokens"))
+        if seen is not None:
+            x[self.image_rows(input_ids)] = seen.features.to(x.dtype)
+        return x
+
+    def image_rows(self, input_ids: Tensor) -> Tensor:
+        """[T] bool: where an image token stands."""
+        return input_ids.to(self.device) == self.checkpoint.config["image_token_id"]
+
+    def positions(self, input_ids: Tensor, grid_thw: Tensor | None) -> Tensor:
+        """M-RoPE positions, by definition: text counts on, an image token stands at its row and column, and text after
+        the picture goes on past its longer side.
+
+        Args: input_ids: [T]. grid_thw: [1, 3] patches or None. Returns: [3, T] int64: time, height, width.
+        Raises: VlmlabError: the image tokens do not stand together, or are not as many as the grid says.
+        """
+        rows = self.image_rows(input_ids).cpu()
+        if grid_thw is None or not rows.any():
+            return torch.arange(len(rows)).expand(3, -1).clone()
+        _, height, width = grid_thw[0].tolist()
+        height, width, start = height // self.merge, width // self.merge, int(rows.int().argmax())
+        image = slice(start, start + height * width)
+        if int(rows.sum()) != height * width or not rows[image].all():
+            raise VlmlabError(f"expected {height * width} image tokens in a row, got {int(rows.sum())}")
+        after = len(rows) - image.stop
+        row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        picture = torch.stack((torch.zeros_like(row), row, column)).flatten(1) + start
+        before = torch.arange(start).expand(3, -1)
+        following = torch.arange(after).expand(3, -1) + start + max(height, width)
+        return torch.cat((before, picture, following), 1)
+
+    def language(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        plan: Plan,
+        seen: Seen | None = None,
+        cache: Cache | None = None,
+        record: Record = _ignore,
+    ) -> Tensor:
+        """The language model, prefill or one decode step.
+
+        Args: input_ids: [T]. positions: [3, T] M-RoPE positions. plan: how. seen: of the picture, in the prefill.
+        cache: earlier tokens; extended in place. record: gets every hook point's tensor.
+        Returns: [1, V] logits of the last position.
+        """
+        cache = Cache() if cache is None else cache
+        residual, pending = self.embed(input_ids, seen), None
+        rows = self.image_rows(input_ids)
+        rotary = self.text_rotary(positions)
+        for i in range(self.depth):
+            residual, read = self.add(residual, pending, i, plan)
+            record("layers.0.resid_pre" if i == 0 else f"layers.{i - 1}.resid_post", residual)
+            attn_out = self.attention(i, read, rotary, plan, cache)
+            record(f"layers.{i}.attn_out", attn_out)
+            residual, read = self.add(residual, attn_out, i, plan)
+            record(f"layers.{i}.resid_mid", residual)
+            if self.sparse and record is not _ignore:
+                record(f"layers.{i}.experts", self.router_logits(i, read, plan).topk(self.experts_per_token).indices)
+            pending = self.mlp(i, read, plan)
+            record(f"layers.{i}.mlp_out", pending)
+            if seen is not None and i < len(seen.deepstack):
+                residual, pending = self.add_deepstack(i, residual, pending, seen.deepstack[i], rows, plan)
+        residual, read = self.add(residual, pending, self.depth, plan)
+        record(f"layers.{self.depth - 1}.resid_post", residual)
+        normed = self.final_norm(read, plan)
+        record("final_norm", normed)
+        logits = self.logits(normed, plan)
+        record("logits", logits)
+        return logits
+
+    def add(self, residual: Tensor, pending: Tensor | None, i: int, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Residual sum before a norm of layer `i`. Returns: stream [T, D], what the norm reads [T, D]."""
+        if pending is None:
+            return residual, residual
+        return by.residual_sum(residual, pending, plan.how("residual_sum", i))
+
+    def add_deepstack(
+        self, i: int, residual: Tensor, x: Tensor, features: Tensor, rows: Tensor, plan: Plan
+    ) -> tuple[Tensor, Tensor | None]:
+        """See arithmetic.deepstack_sum."""
+        return by.deepstack_sum(residual, x, features.to(x.dtype), rows, plan.how("deepstack_order", i))
+
+    def text_rotary(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Cosine and sine, [T, h / 2] each, for every way of making them. Args: positions: [3, T]."""
+        tables = {}
+        for how in ("hf", "sglang"):
+            axes = by.rotary_table(positions.to(self.device), self.head_dim, self.theta, self.dtype, how)
+            cos, sin = (by.mix_positions(axis, self.section, interleaved=not self.qwen2) for axis in axes)
+            tables[how] = cos, sin
+        return tables
+
+    def attention(
+        self, i: int, read: Tensor, rotary: dict[str, tuple[Tensor, Tensor]], plan: Plan, cache: Cache
+    ) -> Tensor:
+        """Attention half of a layer, its norm included. Args: read: [T, D] of `add`. Returns: [T, D]."""
+        layer = f"model.layers.{i}"
+        normed = by.rms_norm(read, self._weight(f"{layer}.input_layernorm"), self.eps, plan.how("rms_norm", i))
+        names = [f"{layer}.self_attn.{name}_proj" for name in "qkv"]
+        biases = [self.weights[f"{name}.bias"] for name in names] if self.qwen2 else None
+        parts = by.stacked_linear(normed, [self._weight(n) for n in names], biases, plan.how("qkv_linear", i))
+        q, k, v = (part.reshape(len(read), -1, self.head_dim) for part in parts)
+        if not self.qwen2:
+            how = plan.how("qk_norm", i)
+            q = by.rms_norm(q, self._weight(f"{layer}.self_attn.q_norm"), self.eps, how)
+            k = by.rms_norm(k, self._weight(f"{layer}.self_attn.k_norm"), self.eps, how)
+        cos, sin = rotary[plan.how("rotary", i)]
+        q, k = by.rotate_text(q, cos, sin), by.rotate_text(k, cos, sin)
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        k, v = cache.append(i, k, v)
+        return self._linear(by.causal_attention(q, k, v, plan.how("attention", i)), f"{layer}.self_attn.o_proj")
+
+    def mlp(self, i: int, read: Tensor, plan: Plan, chosen: Tensor | None = None) -> Tensor:
+        """MLP half of a layer, its norm included.
+
+        Args: read: [T, D] of `add`. chosen: [T, experts per token] experts to use; None: the router's choice.
+        Returns: [T, D].
+        """
+        layer = f"model.layers.{i}"
+        normed = by.rms_norm(read, self._weight(f"{layer}.post_attention_layernorm"), self.eps, plan.how("rms_norm", i))
+        if f"{layer}.mlp.gate.weight" in self.weights:
+            return self._experts(i, normed, plan, chosen)
+        both = [self._weight(f"{layer}.mlp.{name}_proj") for name in ("gate", "up")]
+        gate, up = by.stacked_linear(normed, both, None, plan.how("gate_up_linear", i))
+        return self._linear(F.silu(gate) * up, f"{layer}.mlp.down_proj")
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the decoder has experts."""
+        return self.experts_per_token > 0
+
+    def router_logits(self, i: int, read: Tensor, plan: Plan) -> Tensor:
+        """What the router of a layer says. Args: read: [T, D] of `add`. Returns: [T, X]."""
+        norm = self._weight(f"model.layers.{i}.post_attention_layernorm")
+        normed = by.rms_norm(read, norm, self.eps, plan.how("rms_norm", i))
+        return self._linear(normed, f"model.layers.{i}.mlp.gate")
+
+    def _experts(self, i: int, normed: Tensor, plan: Plan, chosen: Tensor | None) -> Tensor:
+        logits = self._linear(normed, f"model.layers.{i}.mlp.gate")
+        weights, chosen = by.route(logits, self.experts_per_token, plan.how("router_weights", i), chosen)
+        gate_up = self.weights[f"model.layers.{i}.mlp.experts.gate_up_proj"]
+        down = self.weights[f"model.layers.{i}.mlp.experts.down_proj"]
+        order = chosen.flatten().argsort(stable=True)
+        inputs = normed[order // chosen.shape[1]]
+        outputs, start = torch.empty(len(order), len(down[0]), dtype=normed.dtype, device=normed.device), 0
+        for expert, count in enumerate(torch.bincount(chosen.flatten(), minlength=len(down)).tolist()):
+            if count:
+                gate, up = F.linear(inputs[start : start + count], gate_up[expert]).chunk(2, -1)
+                outputs[order[start : start + count]] = F.linear(F.silu(gate) * up, down[expert])
+                start += count
+        return by.combine(outputs.view(*chosen.shape, -1), weights, plan.how("expert_combine", i))
+
+    def final_norm(self, read: Tensor, plan: Plan) -> Tensor:
+        """[T, D] of `add` to [T, D]."""
+        return by.rms_norm(read, self._weight("model.norm"), self.eps, plan.how("rms_norm", self.depth))
+
+    def logits(self, normed: Tensor, plan: Plan) -> Tensor:
+        """[T, D] to [1, V]."""
+        return by.head(normed, self._weight("lm_head"), plan.how("head"))

@@ -1,0 +1,178 @@
+"""The hybrid forward on what an engine was given: the whole pass, or every operation from the engine's own input.
+
+Asked, asked_of     what a trace's forward pass was given
+run_plan            the whole forward pass under a plan
+local_states        every operation run again from the trace's own captured input
+closure             how much of a trace is reproduced bit for bit
+
+The parts stand on their own: the vision part starts from the pixels, the language part from the vision output that the
+engine was given, so that an error of one is not charged to the other.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmlab.causes import Plan
+from vlmlab.errors import VlmlabError
+from vlmlab.hybrid import Cache, Hybrid, Seen
+from vlmlab.trace import Trace
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a forward pass was given.
+
+    Attributes: input_ids: [T]. positions: [3, T]. pixels: [P, C * t * p * p] or None. grid_thw: [1, 3] or None. seen:
+    vision output that the language model was given, or None without a picture.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    pixels: Tensor | None
+    grid_thw: Tensor | None
+    seen: Seen | None
+
+
+def asked_of(hybrid: Hybrid, trace: Trace, baseline: Trace) -> Asked:
+    """What the trace's forward pass should have been given; the positions are computed anew, by definition.
+
+    Args: hybrid: of the checkpoint. trace: to explain. baseline: Transformers' trace of the same input, which holds the
+    grid, and whose vision output SGLang's language model was given.
+    Returns: Asked. Raises: VlmlabError: the baseline holds no inputs.
+    """
+    if "inputs.input_ids" not in baseline:
+        raise VlmlabError("no evidence: the baseline trace holds no inputs; capture it again")
+    giver = baseline if trace.info.flags.get("language_input") == "given vision output" else trace
+    seen = None
+    if "vision.merger" in giver:
+        deepstack = [giver[name] for name in giver.hook_points if name.startswith("vision.deepstack.")]
+        seen = Seen(giver["vision.merger"], tuple(deepstack))
+    ids, grid = baseline["inputs.input_ids"], baseline.tensors.get("inputs.image_grid_thw")
+    return Asked(ids, hybrid.positions(ids, grid), trace.tensors.get("inputs.pixel_values"), grid, seen)
+
+
+@torch.no_grad()
+def run_plan(hybrid: Hybrid, asked: Asked, plan: Plan, part: str | None = None) -> dict[str, Tensor]:
+    """The forward pass.
+
+    Args: hybrid: weights. asked: input. plan: how. part: "vision", "language" or None for both.
+    Returns: hook point to [T, D] tensor.
+    """
+    states: dict[str, Tensor] = {}
+    if part != "language" and asked.pixels is not None and asked.grid_thw is not None:
+        hybrid.vision(asked.pixels, asked.grid_thw, plan, states.__setitem__)
+    if part != "vision":
+        seen = _cast(asked.seen, hybrid.dtype)
+        hybrid.language(asked.input_ids, asked.positions, plan, seen, record=states.__setitem__)
+    return states
+
+
+def _cast(seen: Seen | None, dtype: torch.dtype) -> Seen | None:
+    if seen is None:
+        return None
+    return Seen(seen.features.to(dtype), tuple(features.to(dtype) for features in seen.deepstack))
+
+
+# ---------------------------------------------------------------------------------------------------- closure
+
+
+@dataclass(frozen=True)
+class Closure:
+    """How much of a trace is explained bit for bit.
+
+    Attributes: equal, total: tensors. elements: elements that differ. first: first hook point that differs, or None.
+    """
+
+    equal: int
+    total: int
+    elements: int
+    first: str | None
+
+
+def closure(trace: Trace, states: Mapping[str, Tensor]) -> Closure:
+    """Compare a trace with a plan's states, every hook point of the trace.
+
+    Args: trace: captured. states: of run_plan or local_states. Returns: Closure.
+    Raises: VlmlabError: no hook point in common.
+    """
+    names = [name for name in trace.hook_points if name in states]
+    if not names:
+        raise VlmlabError("no evidence: the plan computed none of the trace's hook points")
+    counts = {name: differing(states[name], trace[name]) for name in names}
+    first = next((name for name in names if counts[name]), None)
+    return Closure(sum(n == 0 for n in counts.values()), len(names), sum(counts.values()), first)
+
+
+def differing(a: Tensor, b: Tensor) -> int:
+    """Elements without equal bits (0.0 is not -0.0); the narrower dtype is widened, which is exact."""
+    if a.shape != b.shape:
+        return b.numel()
+    wider = torch.promote_types(a.dtype, b.dtype)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[wider.itemsize]
+    return int(a.to(wider).contiguous().view(bits).ne(b.to(wider).contiguous().view(bits)).sum())
+
+
+# ---------------------------------------------------------------------------------------------------- local
+
+
+@torch.no_grad()
+def local_states(
+    hybrid: Hybrid, trace: Trace, asked: Asked, plan: Plan, cache: Cache | None = None
+) -> dict[str, Tensor]:
+    """Every operation once more, each from the trace's own captured input, so that no error adds to another.
+
+    Args: hybrid: weights and dtype. trace: captured. asked: its input. plan: how. cache: keys and values of earlier
+    tokens, for a decode step; extended.
+    Returns: hook point to [T, D]; operations whose input was not captured are left out.
+    """
+    states: dict[str, Tensor] = {}
+
+    def got(name: str) -> Tensor:
+        return trace[name].to(hybrid.device, hybrid.dtype)
+
+    if asked.pixels is not None and asked.grid_thw is not None and "vision.patch_embed" in trace:
+        grid = int(asked.grid_thw[0, 1]), int(asked.grid_thw[0, 2])
+        states["vision.patch_embed"] = hybrid.patch_embed(asked.pixels, plan)
+        states["vision.0.resid_pre"] = hybrid.add_positions(got("vision.patch_embed"), grid, plan)
+        rotary = hybrid.vision_rotary(grid, plan)
+        for i in range(hybrid.vision_depth):
+            block = f"vision.{i}"
+            before, middle = got(f"{block}.resid_pre"), got(f"{block}.resid_mid")
+            states[f"{block}.attn_out"] = hybrid.vision_attention(i, before, rotary, plan)
+            states[f"{block}.resid_mid"] = before + got(f"{block}.attn_out")
+            states[f"{block}.mlp_out"] = hybrid.vision_mlp(i, middle, plan)
+            states[f"{block}.resid_post"] = middle + got(f"{block}.mlp_out")
+            if i in hybrid.deepstack_layers:
+                k = hybrid.deepstack_layers.index(i)
+                states[f"vision.deepstack.{k}"] = hybrid.deepstack_merger(k, got(f"{block}.resid_post"), plan)
+        states["vision.merger"] = hybrid.merger(got(f"vision.{hybrid.vision_depth - 1}.resid_post"), plan)
+
+    seen = _cast(asked.seen, hybrid.dtype)
+    deepstack = () if seen is None else seen.deepstack
+    rows, text_rotary = hybrid.image_rows(asked.input_ids), hybrid.text_rotary(asked.positions)
+    cache = Cache() if cache is None else cache
+    states["layers.0.resid_pre"] = hybrid.embed(asked.input_ids, seen)
+    read = got("layers.0.resid_pre")
+    for i in range(hybrid.depth):
+        block = f"layers.{i}"
+        states[f"{block}.attn_out"] = hybrid.attention(i, read, text_rotary, plan, cache)
+        before = got(f"{block}.resid_pre")
+        if f"{block}.attn_out" in trace:
+            states[f"{block}.resid_mid"], read = hybrid.add(before, got(f"{block}.attn_out"), i, plan)
+        else:  # one rank's partial sum was not captured
+            read = got(f"{block}.resid_mid")
+        states[f"{block}.mlp_out"] = hybrid.mlp(i, read, plan)
+        if f"{block}.mlp_out" in trace:
+            residual: Tensor = got(f"{block}.resid_mid")
+            pending: Tensor | None = got(f"{block}.mlp_out")
+            if i < len(deepstack):
+                residual, pending = hybrid.add_deepstack(i, residual, got(f"{block}.mlp_out"), deepstack[i], rows, plan)
+            states[f"{block}.resid_post"], read = hybrid.add(residual, pending, i + 1, plan)
+        else:
+            read = got(f"{block}.resid_post")
+    states["final_norm"] = hybrid.final_norm(read, plan)
+    states["logits"] = hybrid.logits(got("final_norm"), plan)
+    return {name: state for name, state in states.items() if name in trace}
