@@ -1,4 +1,4 @@
-"""The commands: doctor, compare, notebooks. `vlmlab COMMAND --help` lists their options.
+"""The commands: doctor, compare, explain, notebooks. `vlmlab COMMAND --help` lists their options.
 
 Exit codes: 0 done, 1 doctor found that something cannot run, 2 a problem the user can act on, 130 interrupted.
 """
@@ -18,6 +18,7 @@ from vlmlab import __version__
 from vlmlab.errors import VlmlabError
 
 if TYPE_CHECKING:
+    from vlmlab.attribution import Explanation
     from vlmlab.compare import Comparison
     from vlmlab.trace import Trace
 
@@ -149,6 +150,79 @@ def _compare(options: argparse.Namespace) -> int:
     return 0
 
 
+def _explain(options: argparse.Namespace) -> int:
+    start = time.perf_counter()
+    with Progress() as say:
+        say("importing")
+        import torch
+
+        from vlmlab.attribution import explain
+        from vlmlab.checkpoint import load_checkpoint
+        from vlmlab.hybrid import Hybrid
+        from vlmlab.trace import load_trace, write_json
+
+        if options.run_folder:
+            out = Path(options.run_folder)
+            hf, sglang = (load_trace(out / engine) for engine in ("hf", "sglang"))
+        else:
+            hf, sglang, out = _capture(options, say)
+        say("reading the weights")
+        checkpoint = load_checkpoint(options.model)
+        if checkpoint.weights_hash != hf.info.weights_hash:
+            raise VlmlabError(
+                f"the run was captured with the weights of {hf.info.model!r}, not of {checkpoint.name!r}; pass --model"
+            )
+        hybrid, exact = Hybrid(checkpoint), Hybrid(checkpoint, torch.float64)
+        explanation = explain(hybrid, exact, hf, sglang, say=say)
+    result = explanation.json() | {"seconds": {**say.seconds, "total": time.perf_counter() - start}}
+    write_json(out / "explanation.json", result)
+    if options.json:
+        print(json.dumps(result, allow_nan=False))
+    else:
+        _print_explanation(explanation)
+        print(f"written to {out}: explanation.json")
+    return 0
+
+
+def _print_explanation(explanation: "Explanation") -> None:
+    for part in explanation.attributions:
+        columns = ("cause", "live", "changes", "first at", "alone: distance", "alone: closer", "share")
+        rows = [
+            (
+                effect.name,
+                "yes" if effect.live else "no, switch acts" if effect.acts else "no, and no proof that it acts",
+                f"{effect.alone.tensors} tensors",
+                effect.alone.first or "",
+                f"{effect.alone.distance:.2e}",
+                f"{effect.alone.closer:.2e}",
+                f"{effect.share:.2e}",
+            )
+            for effect in part.effects
+        ]
+        _print_table(f"{part.part}: causes, distances at {part.end}", columns, rows)
+        print(
+            f"{part.part}: distance {part.total:.3e}, explained {part.explained:.3e}, of it interaction "
+            f"{part.interaction:.3e}; {part.plans} plans; {part.flipped} tokens routed differently are left out"
+        )
+    for name in ("vision.merger", "final_norm", "logits"):
+        for row in explanation.nearness:
+            if row.hookpoint == name:
+                print(
+                    f"truth at {name}: hf errs {row.hf:.3e}, sglang {row.sglang:.3e}; closer: {row.closer}, "
+                    f"sglang at {row.sglang_share:.0%} of tokens; {row.flipped} routed differently are left out"
+                )
+    for engine, closed in explanation.closures.items():
+        print(
+            f"closure {engine}: {closed.equal} of {closed.total} tensors bit-equal, {closed.elements} elements differ"
+        )
+    remainder = sum(closed.total - closed.equal for closed in explanation.closures.values())
+    print(f"unexplained remainder: {remainder} tensors")
+    for engine, verdict in explanation.verdicts.items():
+        tie = "; its two likeliest next tokens nearly tie" if explanation.near_tie[engine] else ""
+        print(f"{engine}: {verdict.sentence()}{tie}")
+    print(f"verdict: {explanation.word}")
+
+
 def _capture(options: argparse.Namespace, say: Progress) -> tuple["Trace", "Trace", Path]:
     from vlmlab.capture import capture_hf, capture_sglang
     from vlmlab.checkpoint import load_checkpoint
@@ -250,25 +324,35 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="one JSON object on standard output")
     doctor.set_defaults(run=_doctor)
 
-    compare = commands.add_parser("compare", parents=[debug, model], help="capture from both engines and compare")
-    compare.add_argument("--image", help="picture (default: the reference picture, 720 image tokens)")
-    compare.add_argument(
-        "--prompt", help="text file with one <image> place (default: the reference prompt, 830 tokens)"
-    )
-    compare.add_argument("--out", help="folder for both traces and comparison.json (default: runs/MODEL-INPUT)")
-    compare.add_argument("--json", action="store_true", help="one JSON object on standard output and nothing else")
-    compare.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa", help="Transformers' attention")
-    compare.add_argument(
+    asked = argparse.ArgumentParser(add_help=False)
+    asked.add_argument("--image", help="picture (default: the reference picture, 720 image tokens)")
+    asked.add_argument("--prompt", help="text file with one <image> place (default: the reference prompt, 830 tokens)")
+    asked.add_argument("--out", help="folder for both traces and the result (default: runs/MODEL-INPUT)")
+    asked.add_argument("--json", action="store_true", help="one JSON object on standard output and nothing else")
+    asked.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa", help="Transformers' attention")
+    asked.add_argument(
         "--engine-arg",
         action="append",
         default=[],
         metavar="NAME=VALUE",
         help="passed to sglang.Engine, e.g. tp_size=2",
     )
+
+    compare = commands.add_parser(
+        "compare", parents=[debug, model, asked], help="capture from both engines and compare"
+    )
     compare.add_argument(
         "--traces", nargs=2, metavar=("BASELINE", "TARGET"), help="compare two trace folders; starts no engine"
     )
     compare.set_defaults(run=_compare)
+
+    explain = commands.add_parser(
+        "explain", parents=[debug, model, asked], help="bug or rounding, where first, and which causes"
+    )
+    explain.add_argument(
+        "run_folder", nargs="?", metavar="RUN", help="folder that compare wrote (default: the reference comparison)"
+    )
+    explain.set_defaults(run=_explain)
 
     notebooks = commands.add_parser("notebooks", parents=[debug, model], help="execute the notebooks and write HTML")
     notebooks.add_argument("--out", default="reports", help="folder for the HTML files (default: reports)")
