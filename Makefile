@@ -26,6 +26,7 @@ lab: $(READY)
 
 bench: $(READY)
 	$(VENV)/bin/python benchmarks/compare_phases.py
+	$(VENV)/bin/python benchmarks/hybrid.py
 
 clean:
 	rm -rf $(VENV) .cache reports

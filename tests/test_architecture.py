@@ -10,7 +10,13 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "vlmlab"
 HEAVY = ("transformers", "sglang", "ipywidgets", "matplotlib", "plotly", "altair")
-SOLE_IMPORTERS = {"sglang": "sglang_worker", "papermill": "report", "nbconvert": "report", "matplotlib": "plots"}
+SOLE_IMPORTERS = {
+    "sglang": "sglang_worker",
+    "ipywidgets": "dashboard",
+    "papermill": "report",
+    "nbconvert": "report",
+    "matplotlib": "plots",
+}
 
 
 def modules_in_order():

@@ -3,8 +3,9 @@ import json
 import pytest
 from PIL import Image
 
+from vlmlab.checkpoint import DATA
 from vlmlab.cli import main
-from vlmlab.trace import save_trace
+from vlmlab.trace import Trace, save_trace
 
 
 def _error(capsys, *arguments):
@@ -132,3 +133,42 @@ def test_stored_traces_compare_without_an_engine(capsys, tmp_path, traces):
     assert main(["compare", "--traces", str(tmp_path / "hf"), str(tmp_path / "sglang")]) == 0
     out = capsys.readouterr().out
     assert "vision.patch_embed" in out and "inputs equal: yes" in out and "1 of 246 hook points bit-equal" in out
+
+
+def _reading(folder, traces):
+    for name, trace in zip(("hf", "sglang"), traces, strict=True):
+        save_trace(trace, folder / name)
+    return str(folder)
+
+
+@pytest.mark.engine
+def test_explain_prints_one_object_with_the_promised_keys(capsys, tmp_path, traces):
+    assert main(["explain", "--json", _reading(tmp_path / "run", traces)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["verdict"] == "rounding" and result["first_outside"] is None
+    for closed in result["closure"].values():
+        assert closed["tensors_equal"] == closed["tensors_total"] > 200
+    assert result["remainder"] == {"tensors": 0, "elements": 0}
+    live = {cause["name"] for cause in result["causes"] if cause["live"]}
+    assert live == {"patch_embed", "vit_attention", "rms_norm", "residual_sum"}
+    assert all({"name", "live", "share", "alone"} <= set(cause) for cause in result["causes"])
+    assert {row["closer"] for row in result["closer_to_truth"]} <= {"hf", "sglang", "tie"}
+    assert json.loads((tmp_path / "run" / "explanation.json").read_text()) == result
+
+
+@pytest.mark.engine
+def test_explain_finds_a_planted_bug_in_a_stored_run(capsys, tmp_path, traces):
+    hf, sglang = traces
+    broken = dict(sglang.tensors)
+    broken["layers.5.mlp_out"] = broken["layers.5.mlp_out"] * 1.05
+    assert main(["explain", _reading(tmp_path / "run", (hf, Trace(sglang.info, broken)))]) == 0
+    last = capsys.readouterr().out
+    assert "verdict: bug" in last and "sglang: bug: first at layers.5.mlp_out" in last
+
+
+@pytest.mark.engine
+def test_explain_refuses_a_run_of_other_weights(capsys, tmp_path, traces):
+    run = _reading(tmp_path / "run", traces)
+    message = _error(capsys, "explain", run, "--model", str(DATA / "checkpoints" / "qwen3-vl-tiny"))
+    assert "pass --model" in message
+    assert "expected a trace folder" in _error(capsys, "explain", str(tmp_path / "nothing"))

@@ -1,10 +1,12 @@
 import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
 import pytest
 from test_compare import NAMES, _trace
 from test_trace import INFO
 
 from vlmlab.compare import compare_traces
-from vlmlab.plots import plot_decay, plot_token_heat, plot_worst_tokens
+from vlmlab.plots import plot_decay, plot_plan, plot_token_heat, plot_worst_tokens
 from vlmlab.trace import Trace
 
 pytestmark = pytest.mark.engine
@@ -44,11 +46,17 @@ def test_all_identical_still_draws():
 
 
 def test_the_worst_tokens_are_outlined_where_they_are(comparison, inputs):
-    figure = plot_worst_tokens(comparison, inputs.image, (24, 30), count=3)
+    values = 1 - comparison.cosines["vision.merger"].numpy()
+    figure = plot_worst_tokens(values, inputs.image, (24, 30), "1 - cosine", count=3)
     worst = comparison.row("vision.merger").cosine_min_token
     assert f"1: token {worst}" in _texts(figure)
     corner = figure.axes[0].patches[0].get_xy()
     assert corner == (worst % 30, worst // 30)
+
+
+def test_tokens_without_a_difference_are_not_outlined(inputs):
+    figure = plot_worst_tokens(np.zeros(720), inputs.image, (24, 30), "1 - cosine")
+    assert not figure.axes[0].patches and figure.axes[0].get_title(loc="left") == "identical at every token"
 
 
 def test_heat_shows_every_block_and_token(comparison):
@@ -62,10 +70,17 @@ def test_nothing_compared_is_no_evidence(inputs):
     for plot in (plot_decay, plot_token_heat):
         with pytest.raises(ValueError, match="no evidence"):
             plot(comparison, "vision")
-    with pytest.raises(ValueError, match="no evidence"):
-        plot_worst_tokens(comparison, inputs.image, (24, 30))
     with pytest.raises(ValueError, match="expected a grid of 6 tokens"):
-        plot_worst_tokens(compare_traces(_trace(), _trace()), inputs.image, (24, 30))
+        plot_worst_tokens(np.zeros(6), inputs.image, (24, 30), "1 - cosine")
+
+
+def test_a_plan_is_drawn_with_its_envelope_and_identical_points_hollow():
+    rows = {"hookpoint": ["vision.0.resid_pre", "vision.merger"], "worst": [0.0, 2e-3], "mean": [0.0, 1e-3]}
+    table = pd.DataFrame({**rows, "token": [0, 1], "envelope": [0.0, 4e-3]})
+    axes = plot_plan(table, "relative L2 error", "a title").axes[0]
+    assert axes.get_title(loc="left") == "a title" and axes.get_yscale() == "log"
+    hollow = [line for line in axes.lines if line.get_markerfacecolor() == "none"]
+    assert [list(line.get_xdata()) for line in hollow] == [[0], [0]]
 
 
 def test_figures_do_not_pile_up(comparison):

@@ -21,7 +21,9 @@ compare             two traces aligned: one row per hook point, one value per to
 capture             both engines on one input, stored on disk and reused
 verdict             bug or rounding: every operation against the envelope of legal plans
 attribution         which cause explains the difference, which engine is closer to the truth
+explorer            any plan on one input, computed when first asked for and remembered
 plots               numbers to figures
+dashboard           toggles per cause and layer over explorer and plots
 report              executed notebooks to HTML
 cli                 the commands
 """

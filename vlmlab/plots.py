@@ -3,14 +3,20 @@
 plot_decay          per-layer cosine decay: worst token, mean and whole tensor, 1 - cosine on a log axis
 plot_token_heat     every layer and token at once
 plot_worst_tokens   the tokens that differ most, drawn on the picture
+plot_plan           one part's decay under a plan, with the envelope of legal plans
+to_png              a figure as a picture file's bytes
 """
 
+import io
+
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from vlmlab.compare import Comparison, Row
+from vlmlab.hookpoints import block_of
 
 STYLES = {
     "cosine_min": ("worst token", "#c0392b", "o"),
@@ -121,28 +127,33 @@ def plot_token_heat(comparison: Comparison, part: str) -> Figure:
     return figure
 
 
-def plot_worst_tokens(comparison: Comparison, image: Image.Image, grid: tuple[int, int], count: int = 5) -> Figure:
-    """The merged image tokens on the picture: shaded by 1 - cosine, the worst ones outlined and numbered.
+def plot_worst_tokens(
+    values: np.ndarray, image: Image.Image, grid: tuple[int, int], label: str, count: int = 5
+) -> Figure:
+    """The merged image tokens on the picture: shaded by a value per token, the largest ones outlined and numbered.
 
-    Args: comparison: compared traces with `vision.merger`. image: the picture as the engines saw it. grid: merged
-    tokens (rows, columns). count: how many to outline.
-    Returns: Figure. Raises: ValueError: the merger was not compared, or the grid does not match.
+    Args: values: [N], larger is worse. image: the picture as the engines saw it. grid: merged tokens (rows, columns).
+    label: what the values are. count: how many to outline.
+    Returns: Figure. Raises: ValueError: the grid does not match.
     """
     from matplotlib.patches import Rectangle
 
-    if "vision.merger" not in comparison.cosines:
-        raise ValueError("no evidence: vision.merger was not compared")
-    cosines = comparison.cosines["vision.merger"].numpy()
     rows, columns = grid
-    if rows * columns != cosines.size:
-        raise ValueError(f"expected a grid of {cosines.size} tokens, got {rows} x {columns}")
-    decay = (1.0 - cosines).reshape(rows, columns)
+    if rows * columns != values.size:
+        raise ValueError(f"expected a grid of {values.size} tokens, got {rows} x {columns}")
     figure = Figure(figsize=(8.5, 5.6), layout="constrained")
     axes = figure.subplots()
     axes.imshow(image, extent=(0, columns, rows, 0))
-    shade = axes.imshow(decay, extent=(0, columns, rows, 0), cmap="Reds", alpha=0.55, interpolation="nearest")
-    figure.colorbar(shade, ax=axes, label="1 - cosine after the merger", shrink=0.8)
-    for rank, token in enumerate(np.argsort(cosines)[:count], start=1):
+    shaded = values.reshape(rows, columns)
+    shade = axes.imshow(
+        shaded, extent=(0, columns, rows, 0), cmap="Reds", alpha=0.55, interpolation="nearest",
+        vmin=0, vmax=max(values.max(), np.finfo(np.float32).tiny),
+    )  # fmt: skip
+    figure.colorbar(shade, ax=axes, label=label, shrink=0.8)
+    worst = [token for token in np.argsort(-values, kind="stable")[:count] if values[token] > 0]
+    if not worst:
+        axes.set_title("identical at every token", fontsize=10, loc="left")
+    for rank, token in enumerate(worst, start=1):
         row, column = divmod(int(token), columns)
         axes.add_patch(Rectangle((column, row), 1, 1, fill=False, ec="black", lw=1.6))
         axes.text(column + 1.1, row + 0.5, f"{rank}: token {token}", fontsize=8, va="center",
@@ -150,3 +161,44 @@ def plot_worst_tokens(comparison: Comparison, image: Image.Image, grid: tuple[in
     axes.set_xlabel("merged token column")
     axes.set_ylabel("merged token row")
     return figure
+
+
+def plot_plan(table: pd.DataFrame, metric: str, title: str) -> Figure:
+    """One part's decay under a plan: worst token and mean, and the envelope that legal plans span.
+
+    Args: table: of explorer.Curve. metric: what the numbers are. title: what is compared.
+    Returns: Figure.
+    """
+    figure = Figure(figsize=(9.5, 3.4), layout="constrained")
+    axes = figure.subplots()
+    x = np.arange(len(table))
+    numbers = table[["worst", "mean", "envelope"]].to_numpy()
+    positive = numbers[numbers > 0]
+    low, high = (positive.min(), positive.max()) if positive.size else (1e-16, 1e-15)
+    bottom = low / 10  # identical states have no place on a log axis: they are drawn hollow down here
+    axes.set_yscale("log")
+    axes.set_ylim(bottom / 2, high * 5)
+    envelope = np.where(table["envelope"] > 0, table["envelope"], bottom)
+    axes.fill_between(x, bottom / 2, envelope, color="#bfc9ca", label="envelope: worst token of any legal plan", lw=0)
+    for column, label, colour, marker in (("worst", "worst token", "#c0392b", "o"), ("mean", "mean", "#2471a3", "s")):
+        curve = table[column].to_numpy()
+        axes.plot(x, np.where(curve > 0, curve, np.nan), color=colour, marker=marker, ms=3.5, lw=1.3, label=label)
+        axes.plot(x[curve <= 0], np.full((curve <= 0).sum(), bottom), marker, mfc="none", mec=colour, ms=6)
+    shown = {i: str(block[1]) for i, name in enumerate(table["hookpoint"]) if (block := block_of(name))}
+    step = max(1, len(table) // 15)
+    shown = {i: label for i, label in shown.items() if i % step == 0}
+    shown |= {i: name.split(".")[-1] for i, name in enumerate(table["hookpoint"]) if block_of(name) is None}
+    shown |= {i: "in" for i, name in enumerate(table["hookpoint"]) if name.endswith("resid_pre")}
+    axes.set_xticks(list(shown), list(shown.values()), fontsize=8, rotation=45)
+    axes.set_ylabel(metric)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", fontsize=8)
+    axes.set_title(title, fontsize=10, loc="left")
+    return figure
+
+
+def to_png(figure: Figure, dpi: int = 80) -> bytes:
+    """A figure as PNG. Args: dpi: dots per inch. Returns: file content."""
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=dpi)
+    return stream.getvalue()

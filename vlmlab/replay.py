@@ -1,6 +1,6 @@
 """The hybrid forward on what an engine was given: the whole pass, or every operation from the engine's own input.
 
-Asked, asked_of     what a trace's forward pass was given
+Asked, asked_of, asked_of_step  what a trace's forward pass was given
 run_plan            the whole forward pass under a plan
 local_states        every operation run again from the trace's own captured input
 closure             how much of a trace is reproduced bit for bit
@@ -52,6 +52,12 @@ def asked_of(hybrid: Hybrid, trace: Trace, baseline: Trace) -> Asked:
         seen = Seen(giver["vision.merger"], tuple(deepstack))
     ids, grid = baseline["inputs.input_ids"], baseline.tensors.get("inputs.image_grid_thw")
     return Asked(ids, hybrid.positions(ids, grid), trace.tensors.get("inputs.pixel_values"), grid, seen)
+
+
+def asked_of_step(prefill: Asked, step: int, token: int) -> Asked:
+    """What a decode step should have been given. Args: prefill: input before it. step: from 0. token: its id."""
+    place = int(prefill.positions.max()) + 1 + step
+    return Asked(torch.tensor([token]), torch.full((3, 1), place), None, None, None)
 
 
 @torch.no_grad()

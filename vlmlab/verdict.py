@@ -1,6 +1,7 @@
 """Bug or rounding, and where first: every operation of a trace against what legal arithmetic can do there.
 
-judge           the verdict on one trace
+judge           the verdict on one prefill
+judge_steps     the verdicts on a prefill and the decode steps after it
 legal_plans     the ensemble of plans that are right
 
 Local envelope: each operation is run again from the input that the target itself captured, by every legal plan and in
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from vlmlab.causes import Plan, hf_plan, sglang_plan
 from vlmlab.hookpoints import block_of
-from vlmlab.hybrid import Hybrid
+from vlmlab.hybrid import Cache, Hybrid
 from vlmlab.replay import Asked, differing, local_states
 from vlmlab.trace import Trace
 
@@ -109,17 +110,35 @@ def operation_of(hookpoint: str) -> str:
 
 
 def judge(hybrid: Hybrid, exact: Hybrid, trace: Trace, asked: Asked) -> Verdict:
-    """Bug or rounding: every operation of the trace, re-run from its own captured input, against the envelope.
+    """Bug or rounding: every operation of a prefill, re-run from its own captured input, against the envelope.
 
     Args: hybrid: the checkpoint in the trace's dtype. exact: the same in float64. trace: the target. asked: its input.
     Returns: Verdict. "no evidence" when the trace holds no operation with its input.
     """
-    truth = local_states(exact, trace, asked, hf_plan())
-    alternatives = _router_ties(exact, trace)
-    legal = [local_states(hybrid, trace, asked, plan) for plan in legal_plans()]
-    findings = [_find(n, trace[n], truth[n], [states[n] for states in legal], alternatives.get(n, [])) for n in truth]
-    word = "no evidence" if not findings else "bug" if any(f.outside for f in findings) else "rounding"
-    return Verdict(word, tuple(findings))
+    (verdict,) = judge_steps(hybrid, exact, [(trace, asked)])
+    return verdict
+
+
+def judge_steps(hybrid: Hybrid, exact: Hybrid, steps: Sequence[tuple[Trace, Asked]]) -> tuple[Verdict, ...]:
+    """As `judge`, for a prefill and the decode steps after it.
+
+    Keys and values of earlier tokens are computed from what the target captured for them, so that a step is judged by
+    its own arithmetic.
+
+    Args: hybrid, exact: as in judge. steps: (trace, its input) of the prefill and of each decode step, in order.
+    Returns: one Verdict per step.
+    """
+    exact_cache, plans = Cache(), legal_plans()
+    caches = [Cache() for _ in plans]
+    verdicts = []
+    for trace, asked in steps:
+        truth = local_states(exact, trace, asked, hf_plan(), exact_cache)
+        legal = [local_states(hybrid, trace, asked, p, c) for p, c in zip(plans, caches, strict=True)]
+        ties = _router_ties(exact, trace)
+        findings = [_find(n, trace[n], truth[n], [states[n] for states in legal], ties.get(n, [])) for n in truth]
+        word = "no evidence" if not findings else "bug" if any(f.outside for f in findings) else "rounding"
+        verdicts.append(Verdict(word, tuple(findings)))
+    return tuple(verdicts)
 
 
 def _errors(x: Tensor, truth: Tensor, alternatives: Alternatives) -> Tensor:
