@@ -1,17 +1,21 @@
 """Fixtures: one loaded Transformers model and one started SGLang engine serve the whole session."""
 
 import contextlib
+import functools
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from data.shapes import draw_layout, render, to_images
 from vlmlab import capture
 from vlmlab.capture import capture_hf, capture_sglang
-from vlmlab.checkpoint import load_checkpoint
+from vlmlab.checkpoint import DATA, load_checkpoint
 from vlmlab.compare import compare_traces
-from vlmlab.engine_hf import open_hf
+from vlmlab.engine_hf import open_hf, vision_output
 from vlmlab.engine_sglang import open_sglang
+from vlmlab.hybrid import Hybrid
 from vlmlab.inputs import REFERENCE_QUESTION, prepare_inputs, reference_inputs
 from vlmlab.machine import has_sglang
 
@@ -37,6 +41,52 @@ def small_inputs(checkpoint):
 def hf_engine(checkpoint):
     with open_hf(checkpoint) as engine:
         yield engine
+
+
+CHECKPOINTS = {"qwen2_vl": "qwen2-vl-tiny", "qwen3_vl": "qwen3-vl-tiny", "qwen3_vl_moe": "qwen3-vl-moe-tiny"}
+
+
+@pytest.fixture(scope="session")
+def checkpoints():
+    """By family."""
+    return {family: load_checkpoint(DATA / "checkpoints" / name) for family, name in CHECKPOINTS.items()}
+
+
+@pytest.fixture(scope="session")
+def hf_engines(checkpoints):
+    """(family, "sdpa" or "eager") to a loaded Transformers model; each loaded once."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def opened(family, attention="sdpa"):
+            return stack.enter_context(open_hf(checkpoints[family], attention=attention))
+
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def hybrids(checkpoints):
+    """(family, dtype or None for the checkpoint's own) to a Hybrid; each loaded once."""
+    return functools.cache(lambda family, dtype=None: Hybrid(checkpoints[family], dtype))
+
+
+@pytest.fixture(scope="session")
+def ask(checkpoints):
+    """(family, grid in image tokens or None, seed, question, texture) to Inputs, a picture of shapes from the seed."""
+
+    def prepared(family, grid=None, seed=0, question=REFERENCE_QUESTION, texture=None):
+        checkpoint, image = checkpoints[family], None
+        if grid is not None:
+            vision = checkpoint.config["vision_config"]
+            unit = vision["patch_size"] * vision["spatial_merge_size"]
+            generator = torch.Generator().manual_seed(seed)
+            layout = draw_layout(1, grid[0] * unit, grid[1] * unit, generator)
+            image = to_images(render(layout, generator, texture=texture))[0]
+        inputs = prepare_inputs(checkpoint, image, question if image is None else f"<image>{question}")
+        assert inputs.image_tokens == (grid[0] * grid[1] if grid else 0), "the processor resized the picture"
+        return inputs
+
+    return prepared
 
 
 @pytest.fixture(scope="session")
@@ -73,3 +123,20 @@ def traces(store, checkpoint, inputs, sglang_engine):
 @pytest.fixture(scope="session")
 def comparison(traces):
     return compare_traces(*traces)
+
+
+@pytest.fixture(scope="session")
+def small_traces(hf_engines, sglang_engine, ask, tmp_path_factory):
+    """(HF trace, SGLang trace) of 8 x 10 image tokens, for what takes long on the reference input."""
+    folder, inputs = tmp_path_factory.mktemp("small"), ask("qwen2_vl", (8, 10), seed=34)
+    hf = hf_engines("qwen2_vl").capture(inputs, folder / "hf")
+    return hf, sglang_engine.capture(inputs, folder / "sglang", vision_output(hf))
+
+
+@pytest.fixture
+def one_thread():
+    """Small tensors: with a busy neighbour on the machine, waiting for a second thread costs up to forty times."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -142,8 +142,8 @@ def _reading(folder, traces):
 
 
 @pytest.mark.engine
-def test_explain_prints_one_object_with_the_promised_keys(capsys, tmp_path, traces):
-    assert main(["explain", "--json", _reading(tmp_path / "run", traces)]) == 0
+def test_explain_prints_one_object_with_the_promised_keys(capsys, tmp_path, small_traces, one_thread):
+    assert main(["explain", "--json", _reading(tmp_path / "run", small_traces)]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["verdict"] == "rounding" and result["first_outside"] is None
     for closed in result["closure"].values():
@@ -157,8 +157,8 @@ def test_explain_prints_one_object_with_the_promised_keys(capsys, tmp_path, trac
 
 
 @pytest.mark.engine
-def test_explain_finds_a_planted_bug_in_a_stored_run(capsys, tmp_path, traces):
-    hf, sglang = traces
+def test_explain_finds_a_planted_bug_in_a_stored_run(capsys, tmp_path, small_traces, one_thread):
+    hf, sglang = small_traces
     broken = dict(sglang.tensors)
     broken["layers.5.mlp_out"] = broken["layers.5.mlp_out"] * 1.05
     assert main(["explain", _reading(tmp_path / "run", (hf, Trace(sglang.info, broken)))]) == 0
@@ -167,8 +167,8 @@ def test_explain_finds_a_planted_bug_in_a_stored_run(capsys, tmp_path, traces):
 
 
 @pytest.mark.engine
-def test_explain_refuses_a_run_of_other_weights(capsys, tmp_path, traces):
-    run = _reading(tmp_path / "run", traces)
+def test_explain_refuses_a_run_of_other_weights(capsys, tmp_path, small_traces, one_thread):
+    run = _reading(tmp_path / "run", small_traces)
     message = _error(capsys, "explain", run, "--model", str(DATA / "checkpoints" / "qwen3-vl-tiny"))
     assert "pass --model" in message
     assert "expected a trace folder" in _error(capsys, "explain", str(tmp_path / "nothing"))

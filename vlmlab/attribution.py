@@ -9,16 +9,17 @@ Shares are Shapley values over the live causes: the average, over all orders of 
 off the distance between Transformers and SGLang. They sum to what all of them take off.
 """
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vlmlab import arithmetic
 from vlmlab.causes import Cause, Plan, causes_of, hf_plan, sglang_plan
 from vlmlab.errors import VlmlabError
 from vlmlab.hybrid import Hybrid
@@ -29,24 +30,25 @@ from vlmlab.verdict import Finding, Verdict, judge
 
 PARTS = ("vision", "language")
 
-# One weight that the step of a cause reads, or that its input comes from; `{}` is a layer in the middle.
-NUDGED_WEIGHTS = {
-    "patch_embed": "visual.patch_embed.proj.weight",
-    "position_formula": "visual.pos_embed.weight",
-    "position_precision": "visual.pos_embed.weight",
-    "vit_rotary": "visual.blocks.{}.attn.qkv.weight",
-    "vit_attention": "visual.blocks.{}.attn.qkv.weight",
-    "rms_norm": "model.layers.{}.input_layernorm.weight",
-    "residual_sum": "model.layers.{}.self_attn.o_proj.weight",
-    "qkv_linear": "model.layers.{}.self_attn.k_proj.weight",
-    "gate_up_linear": "model.layers.{}.mlp.up_proj.weight",
-    "rotary": "model.layers.{}.self_attn.q_proj.weight",
-    "attention": "model.layers.{}.self_attn.v_proj.weight",
-    "qk_norm": "model.layers.{}.self_attn.q_norm.weight",
-    "deepstack_order": "model.layers.0.self_attn.o_proj.weight",
-    "router_weights": "model.layers.{}.mlp.gate.weight",
-    "expert_combine": "model.layers.{}.mlp.experts.down_proj",
-    "head": "lm_head.weight",
+# Where a cause's way is chosen: function of arithmetic, its argument that names the way, and the argument that a
+# control moves. The eps of the ViT's norms is no function of its own.
+STEPS = {
+    "patch_embed": ("patch_embedding", "how", "weight"),
+    "position_formula": ("blend_positions", "formula", "table"),
+    "position_precision": ("blend_positions", "precision", "table"),
+    "vit_rotary": ("rotary_table", "how", "theta"),
+    "vit_attention": ("full_attention", "how", "q"),
+    "rms_norm": ("rms_norm", "how", "weight"),
+    "residual_sum": ("residual_sum", "how", "x"),
+    "qkv_linear": ("stacked_linear", "how", "weights"),
+    "gate_up_linear": ("stacked_linear", "how", "weights"),
+    "rotary": ("rotary_table", "how", "theta"),
+    "attention": ("causal_attention", "how", "q"),
+    "qk_norm": ("rms_norm", "how", "weight"),
+    "deepstack_order": ("deepstack_sum", "how", "features"),
+    "router_weights": ("route", "how", "logits"),
+    "expert_combine": ("combine", "how", "weights"),
+    "head": ("head", "how", "weight"),
 }
 
 
@@ -190,39 +192,52 @@ def _shapley(names: Sequence[str], worth: Mapping[frozenset[str], float]) -> dic
     return shares
 
 
-@contextmanager
-def _nudged(hybrid: Hybrid, cause: Cause) -> Iterator[None]:
-    """One weight, the largest of its tensor, is one unit in the last place larger inside the block."""
-    if cause.name == "vit_norm_eps":  # it reads no weight but the eps
-        before, hybrid.eps = hybrid.eps, 1000 * hybrid.eps
-        try:
-            yield
-        finally:
-            hybrid.eps = before
-        return
-    depth = hybrid.vision_depth if cause.part == "vision" else hybrid.depth
-    name = NUDGED_WEIGHTS[cause.name].format(depth // 2)
-    kept = hybrid.weights[name]
-    nudged = kept.clone()
-    flat = nudged.view(-1)
-    place = flat.abs().argmax()
-    flat[place] = torch.nextafter(flat[place], torch.full_like(flat[place], torch.inf))
-    hybrid.weights[name] = nudged
-    try:
-        yield
-    finally:
-        hybrid.weights[name] = kept
+class _Nudging:
+    """arithmetic, with one argument of one function moved by one unit in the last place where SGLang's way is taken."""
+
+    def __init__(self, function: str, way: str, argument: str) -> None:
+        self._function, self._way, self._argument = function, way, argument
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(arithmetic, name)
+        if name != self._function:
+            return function
+        signature = inspect.signature(function)
+
+        def nudging(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            if bound.arguments[self._way] == "sglang":
+                bound.arguments[self._argument] = _moved(bound.arguments[self._argument])
+            return function(*bound.args, **bound.kwargs)
+
+        return nudging
+
+
+def _moved(value: Any) -> Any:
+    """A tensor, or a list of them, one unit in the last place larger; a number by as much as bfloat16 resolves."""
+    if isinstance(value, Tensor):
+        return torch.nextafter(value, torch.full_like(value, torch.inf))
+    return [_moved(part) for part in value] if isinstance(value, list) else value * (1 + 2**-7)
 
 
 def control(hybrid: Hybrid, asked: Asked, cause: Cause) -> bool:
-    """Whether SGLang's way of a cause really computes: a weight moved by one unit in its last place must show.
+    """Whether SGLang's way of a cause is really taken and really computes.
+
+    What the step reads is moved by one unit in the last place, in calls that go SGLang's way only: that must show.
 
     Args: hybrid, asked: as in attribute. cause: any. Returns: whether any hook point's bits changed.
     """
     plan = hf_plan().switched(cause.name, "sglang")
     before = run_plan(hybrid, asked, plan, cause.part)
-    with _nudged(hybrid, cause):
+    kept, eps = hybrid.by, hybrid.eps
+    try:
+        if cause.name in STEPS:
+            hybrid.by = _Nudging(*STEPS[cause.name])
+        else:  # only SGLang's ViT norms read the text model's eps
+            hybrid.eps = 1000 * eps
         after = run_plan(hybrid, asked, plan, cause.part)
+    finally:
+        hybrid.by, hybrid.eps = kept, eps
     return any(differing(after[name], before[name]) for name in before)
 
 
@@ -315,7 +330,13 @@ class Explanation:
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
     """Strict JSON has no NaN and no infinity: they become None."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+
+    def strict(value: Any) -> Any:
+        if isinstance(value, dict):
+            return _finite(value)
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {key: strict(value) for key, value in row.items()}
 
 
 def near_tie(logits: Tensor) -> bool:

@@ -12,13 +12,14 @@ heads, h head_dim, F rotary frequencies.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from vlmlab import arithmetic as by
+from vlmlab import arithmetic
 from vlmlab.causes import Plan
 from vlmlab.checkpoint import Checkpoint
 from vlmlab.errors import VlmlabError
@@ -63,6 +64,7 @@ class Hybrid:
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None, device: str = "cpu") -> None:
         config = checkpoint.config
         self.checkpoint, self.family, self.device = checkpoint, checkpoint.family, device
+        self.by: Any = arithmetic  # the steps; a control puts something in between
         self.dtype = dtype or getattr(torch, checkpoint.dtype)
         text = config.get("text_config") or config
         rope = text.get("rope_parameters") or {**(text.get("rope_scaling") or {}), "rope_theta": text.get("rope_theta")}
@@ -139,7 +141,9 @@ class Hybrid:
         """[P, C * t * p * p] to [P, E]."""
         name = "visual.patch_embed.proj"
         pixels = pixels.to(self.device, self.dtype)
-        return by.patch_embedding(pixels, self._weight(name), self.weights.get(f"{name}.bias"), plan.how("patch_embed"))
+        return self.by.patch_embedding(
+            pixels, self._weight(name), self.weights.get(f"{name}.bias"), plan.how("patch_embed")
+        )
 
     def add_positions(self, x: Tensor, grid: tuple[int, int], plan: Plan) -> Tensor:
         """Add the learned position table, if the family has one. Args: x: [P, E]. grid: rows, columns of patches."""
@@ -147,7 +151,7 @@ class Hybrid:
             return x
         table = self._weight("visual.pos_embed")
         formula, precision = plan.how("position_formula"), plan.how("position_precision")
-        return x + by.blend_positions(table, grid, self.merge, formula, precision)
+        return x + self.by.blend_positions(table, grid, self.merge, formula, precision)
 
     def vision_rotary(self, grid: tuple[int, int], plan: Plan) -> dict[str, tuple[Tensor, Tensor]]:
         """Cosine and sine, [P, h / 2] each, for every way of making them."""
@@ -160,7 +164,7 @@ class Hybrid:
         stored = wide if self.qwen2 else self.dtype  # of SGLang's table
         tables = {}
         for how, dtype in (("hf", wide), ("sglang", stored)):
-            cos, sin = by.rotary_table(places.to(self.device), dim, self.vision_theta, dtype, how)
+            cos, sin = self.by.rotary_table(places.to(self.device), dim, self.vision_theta, dtype, how)
             tables[how] = cos.flatten(1), sin.flatten(1)
         return tables
 
@@ -168,7 +172,7 @@ class Hybrid:
         return 1e-6 if plan.how("vit_norm_eps", layer) == "hf" else self.eps
 
     def _layer_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
-        return by.layer_norm(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"], eps)
+        return self.by.layer_norm(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"], eps)
 
     def vision_attention(self, i: int, x: Tensor, rotary: dict[str, tuple[Tensor, Tensor]], plan: Plan) -> Tensor:
         """Attention half of a ViT block. Args: x: [P, E] stream. rotary: of `vision_rotary`. Returns: [P, E]."""
@@ -177,8 +181,8 @@ class Hybrid:
         qkv = self._linear(normed, f"{block}.attn.qkv").view(len(x), 3, self.vision_heads, -1)
         q, k, v = qkv.permute(1, 0, 2, 3).unbind(0)
         cos, sin = rotary[plan.how("vit_rotary", i)]
-        q, k = by.rotate_vision(q, cos, sin), by.rotate_vision(k, cos, sin)
-        return self._linear(by.full_attention(q, k, v, plan.how("vit_attention", i)), f"{block}.attn.proj")
+        q, k = self.by.rotate_vision(q, cos, sin), self.by.rotate_vision(k, cos, sin)
+        return self._linear(self.by.full_attention(q, k, v, plan.how("vit_attention", i)), f"{block}.attn.proj")
 
     def vision_mlp(self, i: int, x: Tensor, plan: Plan) -> Tensor:
         """MLP half of a ViT block. Args: x: [P, E] stream. Returns: [P, E]."""
@@ -279,20 +283,20 @@ class Hybrid:
         """Residual sum before a norm of layer `i`. Returns: stream [T, D], what the norm reads [T, D]."""
         if pending is None:
             return residual, residual
-        return by.residual_sum(residual, pending, plan.how("residual_sum", i))
+        return self.by.residual_sum(residual, pending, plan.how("residual_sum", i))
 
     def add_deepstack(
         self, i: int, residual: Tensor, x: Tensor, features: Tensor, rows: Tensor, plan: Plan
     ) -> tuple[Tensor, Tensor | None]:
         """See arithmetic.deepstack_sum."""
-        return by.deepstack_sum(residual, x, features.to(x.dtype), rows, plan.how("deepstack_order", i))
+        return self.by.deepstack_sum(residual, x, features.to(x.dtype), rows, plan.how("deepstack_order", i))
 
     def text_rotary(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Cosine and sine, [T, h / 2] each, for every way of making them. Args: positions: [3, T]."""
         tables = {}
         for how in ("hf", "sglang"):
-            axes = by.rotary_table(positions.to(self.device), self.head_dim, self.theta, self.dtype, how)
-            cos, sin = (by.mix_positions(axis, self.section, interleaved=not self.qwen2) for axis in axes)
+            axes = self.by.rotary_table(positions.to(self.device), self.head_dim, self.theta, self.dtype, how)
+            cos, sin = (self.by.mix_positions(axis, self.section, interleaved=not self.qwen2) for axis in axes)
             tables[how] = cos, sin
         return tables
 
@@ -301,20 +305,20 @@ class Hybrid:
     ) -> Tensor:
         """Attention half of a layer, its norm included. Args: read: [T, D] of `add`. Returns: [T, D]."""
         layer = f"model.layers.{i}"
-        normed = by.rms_norm(read, self._weight(f"{layer}.input_layernorm"), self.eps, plan.how("rms_norm", i))
+        normed = self.by.rms_norm(read, self._weight(f"{layer}.input_layernorm"), self.eps, plan.how("rms_norm", i))
         names = [f"{layer}.self_attn.{name}_proj" for name in "qkv"]
         biases = [self.weights[f"{name}.bias"] for name in names] if self.qwen2 else None
-        parts = by.stacked_linear(normed, [self._weight(n) for n in names], biases, plan.how("qkv_linear", i))
+        parts = self.by.stacked_linear(normed, [self._weight(n) for n in names], biases, plan.how("qkv_linear", i))
         q, k, v = (part.reshape(len(read), -1, self.head_dim) for part in parts)
         if not self.qwen2:
             how = plan.how("qk_norm", i)
-            q = by.rms_norm(q, self._weight(f"{layer}.self_attn.q_norm"), self.eps, how)
-            k = by.rms_norm(k, self._weight(f"{layer}.self_attn.k_norm"), self.eps, how)
+            q = self.by.rms_norm(q, self._weight(f"{layer}.self_attn.q_norm"), self.eps, how)
+            k = self.by.rms_norm(k, self._weight(f"{layer}.self_attn.k_norm"), self.eps, how)
         cos, sin = rotary[plan.how("rotary", i)]
-        q, k = by.rotate_text(q, cos, sin), by.rotate_text(k, cos, sin)
+        q, k = self.by.rotate_text(q, cos, sin), self.by.rotate_text(k, cos, sin)
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
         k, v = cache.append(i, k, v)
-        return self._linear(by.causal_attention(q, k, v, plan.how("attention", i)), f"{layer}.self_attn.o_proj")
+        return self._linear(self.by.causal_attention(q, k, v, plan.how("attention", i)), f"{layer}.self_attn.o_proj")
 
     def mlp(self, i: int, read: Tensor, plan: Plan, chosen: Tensor | None = None) -> Tensor:
         """MLP half of a layer, its norm included.
@@ -323,11 +327,13 @@ class Hybrid:
         Returns: [T, D].
         """
         layer = f"model.layers.{i}"
-        normed = by.rms_norm(read, self._weight(f"{layer}.post_attention_layernorm"), self.eps, plan.how("rms_norm", i))
+        normed = self.by.rms_norm(
+            read, self._weight(f"{layer}.post_attention_layernorm"), self.eps, plan.how("rms_norm", i)
+        )
         if f"{layer}.mlp.gate.weight" in self.weights:
             return self._experts(i, normed, plan, chosen)
         both = [self._weight(f"{layer}.mlp.{name}_proj") for name in ("gate", "up")]
-        gate, up = by.stacked_linear(normed, both, None, plan.how("gate_up_linear", i))
+        gate, up = self.by.stacked_linear(normed, both, None, plan.how("gate_up_linear", i))
         return self._linear(F.silu(gate) * up, f"{layer}.mlp.down_proj")
 
     @property
@@ -338,12 +344,12 @@ class Hybrid:
     def router_logits(self, i: int, read: Tensor, plan: Plan) -> Tensor:
         """What the router of a layer says. Args: read: [T, D] of `add`. Returns: [T, X]."""
         norm = self._weight(f"model.layers.{i}.post_attention_layernorm")
-        normed = by.rms_norm(read, norm, self.eps, plan.how("rms_norm", i))
+        normed = self.by.rms_norm(read, norm, self.eps, plan.how("rms_norm", i))
         return self._linear(normed, f"model.layers.{i}.mlp.gate")
 
     def _experts(self, i: int, normed: Tensor, plan: Plan, chosen: Tensor | None) -> Tensor:
         logits = self._linear(normed, f"model.layers.{i}.mlp.gate")
-        weights, chosen = by.route(logits, self.experts_per_token, plan.how("router_weights", i), chosen)
+        weights, chosen = self.by.route(logits, self.experts_per_token, plan.how("router_weights", i), chosen)
         gate_up = self.weights[f"model.layers.{i}.mlp.experts.gate_up_proj"]
         down = self.weights[f"model.layers.{i}.mlp.experts.down_proj"]
         order = chosen.flatten().argsort(stable=True)
@@ -354,12 +360,12 @@ class Hybrid:
                 gate, up = F.linear(inputs[start : start + count], gate_up[expert]).chunk(2, -1)
                 outputs[order[start : start + count]] = F.linear(F.silu(gate) * up, down[expert])
                 start += count
-        return by.combine(outputs.view(*chosen.shape, -1), weights, plan.how("expert_combine", i))
+        return self.by.combine(outputs.view(*chosen.shape, -1), weights, plan.how("expert_combine", i))
 
     def final_norm(self, read: Tensor, plan: Plan) -> Tensor:
         """[T, D] of `add` to [T, D]."""
-        return by.rms_norm(read, self._weight("model.norm"), self.eps, plan.how("rms_norm", self.depth))
+        return self.by.rms_norm(read, self._weight("model.norm"), self.eps, plan.how("rms_norm", self.depth))
 
     def logits(self, normed: Tensor, plan: Plan) -> Tensor:
         """[T, D] to [1, V]."""
-        return by.head(normed, self._weight("lm_head"), plan.how("head"))
+        return self.by.head(normed, self._weight("lm_head"), plan.how("head"))

@@ -136,49 +136,62 @@ def local_states(
     """
     states: dict[str, Tensor] = {}
 
+    def has(*names: str) -> bool:
+        return all(name in trace for name in names)
+
     def got(name: str) -> Tensor:
         return trace[name].to(hybrid.device, hybrid.dtype)
 
-    if asked.pixels is not None and asked.grid_thw is not None and "vision.patch_embed" in trace:
+    if asked.pixels is not None and asked.grid_thw is not None:
         grid = int(asked.grid_thw[0, 1]), int(asked.grid_thw[0, 2])
-        states["vision.patch_embed"] = hybrid.patch_embed(asked.pixels, plan)
-        states["vision.0.resid_pre"] = hybrid.add_positions(got("vision.patch_embed"), grid, plan)
         rotary = hybrid.vision_rotary(grid, plan)
+        states["vision.patch_embed"] = hybrid.patch_embed(asked.pixels, plan)
+        if has("vision.patch_embed"):
+            states["vision.0.resid_pre"] = hybrid.add_positions(got("vision.patch_embed"), grid, plan)
         for i in range(hybrid.vision_depth):
-            block = f"vision.{i}"
-            before, middle = got(f"{block}.resid_pre"), got(f"{block}.resid_mid")
-            states[f"{block}.attn_out"] = hybrid.vision_attention(i, before, rotary, plan)
-            states[f"{block}.resid_mid"] = before + got(f"{block}.attn_out")
-            states[f"{block}.mlp_out"] = hybrid.vision_mlp(i, middle, plan)
-            states[f"{block}.resid_post"] = middle + got(f"{block}.mlp_out")
-            if i in hybrid.deepstack_layers:
+            before, attn_out, middle, mlp_out, after = (
+                f"vision.{i}.{half}" for half in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+            )
+            if has(before):
+                states[attn_out] = hybrid.vision_attention(i, got(before), rotary, plan)
+            if has(before, attn_out):
+                states[middle] = got(before) + got(attn_out)
+            if has(middle):
+                states[mlp_out] = hybrid.vision_mlp(i, got(middle), plan)
+            if has(middle, mlp_out):
+                states[after] = got(middle) + got(mlp_out)
+            if i in hybrid.deepstack_layers and has(after):
                 k = hybrid.deepstack_layers.index(i)
-                states[f"vision.deepstack.{k}"] = hybrid.deepstack_merger(k, got(f"{block}.resid_post"), plan)
-        states["vision.merger"] = hybrid.merger(got(f"vision.{hybrid.vision_depth - 1}.resid_post"), plan)
+                states[f"vision.deepstack.{k}"] = hybrid.deepstack_merger(k, got(after), plan)
+        if has(f"vision.{hybrid.vision_depth - 1}.resid_post"):
+            states["vision.merger"] = hybrid.merger(got(f"vision.{hybrid.vision_depth - 1}.resid_post"), plan)
 
     seen = _cast(asked.seen, hybrid.dtype)
     deepstack = () if seen is None else seen.deepstack
     rows, text_rotary = hybrid.image_rows(asked.input_ids), hybrid.text_rotary(asked.positions)
     cache = Cache() if cache is None else cache
     states["layers.0.resid_pre"] = hybrid.embed(asked.input_ids, seen)
-    read = got("layers.0.resid_pre")
+    read = got("layers.0.resid_pre") if has("layers.0.resid_pre") else None  # what the next norm reads
     for i in range(hybrid.depth):
-        block = f"layers.{i}"
-        states[f"{block}.attn_out"] = hybrid.attention(i, read, text_rotary, plan, cache)
-        before = got(f"{block}.resid_pre")
-        if f"{block}.attn_out" in trace:
-            states[f"{block}.resid_mid"], read = hybrid.add(before, got(f"{block}.attn_out"), i, plan)
-        else:  # one rank's partial sum was not captured
-            read = got(f"{block}.resid_mid")
-        states[f"{block}.mlp_out"] = hybrid.mlp(i, read, plan)
-        if f"{block}.mlp_out" in trace:
-            residual: Tensor = got(f"{block}.resid_mid")
-            pending: Tensor | None = got(f"{block}.mlp_out")
+        before, attn_out, middle, mlp_out, after = (
+            f"layers.{i}.{half}" for half in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+        )
+        if read is not None:
+            states[attn_out] = hybrid.attention(i, read, text_rotary, plan, cache)
+        read = got(middle) if has(middle) else None
+        if has(before, attn_out):  # the norm may read more than the stream keeps
+            states[middle], read = hybrid.add(got(before), got(attn_out), i, plan)
+        if read is not None:
+            states[mlp_out] = hybrid.mlp(i, read, plan)
+        read = got(after) if has(after) else None
+        if has(middle, mlp_out):
+            residual: Tensor = got(middle)
+            pending: Tensor | None = got(mlp_out)
             if i < len(deepstack):
-                residual, pending = hybrid.add_deepstack(i, residual, got(f"{block}.mlp_out"), deepstack[i], rows, plan)
-            states[f"{block}.resid_post"], read = hybrid.add(residual, pending, i + 1, plan)
-        else:
-            read = got(f"{block}.resid_post")
-    states["final_norm"] = hybrid.final_norm(read, plan)
-    states["logits"] = hybrid.logits(got("final_norm"), plan)
+                residual, pending = hybrid.add_deepstack(i, residual, got(mlp_out), deepstack[i], rows, plan)
+            states[after], read = hybrid.add(residual, pending, i + 1, plan)
+    if read is not None:
+        states["final_norm"] = hybrid.final_norm(read, plan)
+    if has("final_norm"):
+        states["logits"] = hybrid.logits(got("final_norm"), plan)
     return {name: state for name, state in states.items() if name in trace}
