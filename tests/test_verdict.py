@@ -16,9 +16,9 @@ from vlmlab.causes import hf_plan, sglang_plan
 from vlmlab.engine_hf import vision_output
 from vlmlab.hookpoints import FAMILIES, hook_points
 from vlmlab.hybrid import Cache, Seen
-from vlmlab.replay import asked_of, local_states
+from vlmlab.replay import asked_of, asked_of_step, local_states
 from vlmlab.trace import Trace
-from vlmlab.verdict import MARGIN, OPERATIONS, Verdict, judge, legal_plans, operation_of
+from vlmlab.verdict import MARGIN, OPERATIONS, Verdict, judge, judge_steps, legal_plans, operation_of
 
 QWEN2, QWEN3, MOE = FAMILIES
 GRID = (8, 10)  # image tokens, as in test_planted.py
@@ -159,6 +159,26 @@ def test_every_case_of_the_lists_exists():
     assert {fault.name for fault in FAULTS} >= SHARED_ON_MOE
     assert {family for family, _ in CASES} == {family for family, _ in UNOBSERVABLE} == set(FAMILIES)
     assert sum(fault.families == (MOE,) for _, fault in CASES) >= 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("stale", [0, 5])
+def test_a_stale_rope_delta_is_found_in_the_decode_steps(family, stale, clean, hybrids, monkeypatch, tmp_path):
+    """Positions of decode steps that miss the picture's offset; without a fault the same steps are rounding."""
+    engine, inputs, prefill = clean(family)
+    hybrid, exact, tokens = hybrids(family), hybrids(family, torch.float64), [11, 12, 13]
+    decode = engine._decode
+    monkeypatch.setattr(engine, "_decode", lambda ids, positions, cache: decode(ids, positions + stale, cache))
+    traces = [held(trace) for trace in engine.capture_decode(inputs, tmp_path, tokens)]
+    asked = asked_of(hybrid, prefill, prefill)
+    steps = [(trace, asked_of_step(asked, k, tokens[k])) for k, trace in enumerate(traces)]
+    first, *verdicts = judge_steps(hybrid, exact, [(prefill, asked), *steps])
+    assert first.word == "rounding" and len(verdicts) == len(tokens)
+    for verdict in verdicts:
+        if stale:
+            assert verdict.word == "bug" and verdict.first.hookpoint == "layers.0.attn_out"
+        else:
+            assert verdict.word == "rounding" and all(finding.exact for finding in verdict.findings)
 
 
 # ---------------------------------------------------------------------------------------------------- clean
