@@ -67,7 +67,9 @@ def measure() -> dict[str, object]:
     again = [toggle(name) for name in ("vit_rotary", "vit_rotary", "head", "head")]
     return {
         "hybrid over Transformers forward": ours / plain,
+        "language-model toggle, median of 4, s": statistics.median(language),
         "language-model toggle, slowest of 4, s": max(language),
+        "ViT toggle, median of 3, s": statistics.median(vision),
         "ViT toggle, slowest of 3, s": max(vision),
         "seen before, slowest of 4, s": max(again),
         "dashboard opens, s": opening,

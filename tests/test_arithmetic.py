@@ -451,3 +451,16 @@ def test_rounded_weights_make_no_difference_where_transformers_combines():
     assert not bitwise_equal(by.combine(outputs, rounded, "sglang"), by.combine(outputs, precise, "sglang"))
     assert not bitwise_equal(by.combine(outputs, rounded, "hf"), by.combine(outputs, rounded, "sglang"))
     assert by.combine(outputs, precise, "sglang").dtype == BF16
+
+
+@pytest.mark.parametrize("patches", [16, 140, 320])
+def test_a_mask_of_ones_makes_torch_take_the_math_kernel(patches):
+    """What SGLang asks for, written out: the boolean mask, from which the choice of kernel follows."""
+    generator = torch.Generator().manual_seed(patches)
+    q, k, v = (torch.randn(patches, 2, 32, generator=generator).bfloat16() for _ in range(3))
+    mask = torch.ones(1, patches, patches, dtype=torch.bool)
+    batched = [t.contiguous().unsqueeze(0).transpose(1, 2) for t in (q, k, v)]
+    masked = F.scaled_dot_product_attention(*batched, attn_mask=mask, scale=32**-0.5)
+    expected = masked[0].transpose(0, 1).reshape(patches, -1)
+    assert torch.equal(by.full_attention(q, k, v, "sglang"), expected)
+    assert not torch.equal(by.full_attention(q, k, v, "hf"), expected)

@@ -18,15 +18,15 @@ from vlmlab.dashboard import Dashboard
 from vlmlab.explorer import Explorer
 from vlmlab.hybrid import Hybrid
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 ROOT = Path(__file__).parent.parent
 CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
 
 
 @pytest.fixture(scope="module")
-def dashboard(checkpoint, inputs, traces):
-    explorer = Explorer(Hybrid(checkpoint), Hybrid(checkpoint, torch.float64), *traces)
-    return Dashboard(explorer, inputs.image, (24, 30))
+def dashboard(checkpoint, ask, small_traces):
+    explorer = Explorer(Hybrid(checkpoint), Hybrid(checkpoint, torch.float64), *small_traces)
+    return Dashboard(explorer, ask("qwen2_vl", (8, 10), seed=34).image, (8, 10))
 
 
 def shown(dashboard):

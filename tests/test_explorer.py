@@ -1,4 +1,4 @@
-"""Any plan on the session's pair of traces."""
+"""Any plan on a pair of traces of a small picture."""
 
 import pytest
 import torch
@@ -8,12 +8,12 @@ from vlmlab.errors import VlmlabError
 from vlmlab.explorer import METRICS, Explorer
 from vlmlab.hybrid import Hybrid
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")
-def explorer(checkpoint, traces):
-    return Explorer(Hybrid(checkpoint), Hybrid(checkpoint, torch.float64), *traces)
+def explorer(checkpoint, small_traces):
+    return Explorer(Hybrid(checkpoint), Hybrid(checkpoint, torch.float64), *small_traces)
 
 
 def test_nothing_switched_is_transformers_and_everything_is_sglang(explorer):

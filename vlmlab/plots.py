@@ -141,7 +141,8 @@ def plot_worst_tokens(
     rows, columns = grid
     if rows * columns != values.size:
         raise ValueError(f"expected a grid of {values.size} tokens, got {rows} x {columns}")
-    figure = Figure(figsize=(8.5, 5.6), layout="constrained")
+    figure = Figure(figsize=(8.5, 5.6))  # margins by hand: a layout engine would draw everything twice
+    figure.subplots_adjust(left=0.07, right=1.0, top=0.95, bottom=0.09)
     axes = figure.subplots()
     axes.imshow(image, extent=(0, columns, rows, 0))
     shaded = values.reshape(rows, columns)
@@ -169,7 +170,8 @@ def plot_plan(table: pd.DataFrame, metric: str, title: str) -> Figure:
     Args: table: of explorer.Curve. metric: what the numbers are. title: what is compared.
     Returns: Figure.
     """
-    figure = Figure(figsize=(9.5, 3.4), layout="constrained")
+    figure = Figure(figsize=(9.5, 3.4))
+    figure.subplots_adjust(left=0.08, right=0.99, top=0.91, bottom=0.16)
     axes = figure.subplots()
     x = np.arange(len(table))
     numbers = table[["worst", "mean", "envelope"]].to_numpy()
