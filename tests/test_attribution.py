@@ -335,7 +335,7 @@ KEYS = {"verdict", "first_outside", "closure", "remainder", "causes", "closer_to
 
 def made_up(number=0.5, outside=False):
     """An Explanation in which every float is the given number."""
-    finding = Finding("layers.3.mlp_out", 3, "MLP", 7, number, number, number, number, number, outside, False)
+    finding = Finding("layers.3.mlp_out", 3, "MLP", 7, number, number, number, number, number, outside, False, 0)
     rounding, found = Verdict("rounding", ()), Verdict("bug" if outside else "rounding", (finding,))
     effects = (CauseEffect("rms_norm", "language", True, None, number, Alone(9, "layers.0.attn_out", number, number)),)
     part = Attribution("language", "layers.3.resid_post", number, number, number, 2, 0, effects)
@@ -473,3 +473,13 @@ def test_the_reference_input_on_both_real_engines(traces, hybrids, monkeypatch):
     # the distance between the plans is the distance between the engines
     a, b = (trace["layers.27.resid_post"].double() for trace in traces)
     assert close(found.total, ((b - a).norm(dim=1) / a.norm(dim=1)).square().mean().sqrt().item())
+
+
+@pytest.mark.parametrize("part", ["vision", "language"])
+def test_leaving_one_out_and_adding_one_after_the_other_end_where_they_must(part, attributed):
+    found = attributed(QWEN2, part)
+    live = [effect for effect in found.effects if effect.live]
+    assert close(live[-1].cumulative, found.total - found.explained)
+    assert close(live[0].cumulative, found.total - live[0].alone.closer)
+    assert max(effect.left_out for effect in live) > 0  # a small one may round away before the end
+    assert all(e.left_out is None and e.cumulative is None for e in found.effects if not e.live)

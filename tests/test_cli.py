@@ -1,7 +1,9 @@
 import json
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from vlmlab.checkpoint import DATA
 from vlmlab.cli import main
@@ -164,6 +166,11 @@ def test_explain_finds_a_planted_bug_in_a_stored_run(capsys, tmp_path, small_tra
     assert main(["explain", _reading(tmp_path / "run", (hf, Trace(sglang.info, broken)))]) == 0
     last = capsys.readouterr().out
     assert "verdict: bug" in last and "sglang: bug: first at layers.5.mlp_out" in last
+    assert "245 of 246 tensors bit-equal" in last and "first layers.5.mlp_out" in last
+    kept = load_file(tmp_path / "run" / "unexplained-sglang.safetensors")
+    assert sorted(kept) == ["captured", "computed", "input.layers.5.resid_mid"]
+    assert torch.equal(kept["captured"], broken["layers.5.mlp_out"])
+    assert not (tmp_path / "run" / "unexplained-hf.safetensors").exists()
 
 
 @pytest.mark.engine

@@ -79,3 +79,16 @@ def test_dominant_channels_are_named_with_their_share():
     assert metrics.dominant_channels(torch.zeros(2, 2)) == []
     with pytest.raises(ValueError, match="nothing to compare"):
         metrics.dominant_channels(torch.zeros(0, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_units_in_the_last_place_are_counted_across_zero(dtype):
+    one = torch.tensor([[1.0]], dtype=dtype)
+    up = torch.nextafter(one, torch.full_like(one, 2))
+    assert metrics.ulp_diff(one, up) == metrics.ulp_diff(up, one) == 1 and metrics.ulp_diff(one, one) == 0
+    zero = torch.zeros_like(one)
+    smallest = torch.nextafter(zero, one)
+    assert metrics.ulp_diff(zero, -zero) == 0 and metrics.ulp_diff(-smallest, smallest) == 2
+    assert metrics.ulp_diff(one, 2 * one) == round(1 / torch.finfo(dtype).eps)
+    with pytest.raises(ValueError, match="equal shapes and dtypes"):
+        metrics.ulp_diff(one, one.T.repeat(2, 1))

@@ -4,12 +4,13 @@ import dataclasses
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from vlmlab.causes import hf_plan, sglang_plan
 from vlmlab.errors import VlmlabError
 from vlmlab.hookpoints import FAMILIES
 from vlmlab.hybrid import Cache
-from vlmlab.replay import Closure, asked_of, closure, differing, local_states, run_plan
+from vlmlab.replay import Closure, asked_of, closure, differing, inputs_of, local_states, run_plan, save_difference
 from vlmlab.trace import Trace
 
 
@@ -297,3 +298,17 @@ def test_operations_are_computed_in_the_hybrids_dtype(hybrids, captured):
     name = "layers.3.resid_mid"
     wanted = trace["layers.2.resid_post"].double() + trace["layers.3.attn_out"].double()
     assert torch.equal(states[name], wanted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_an_operation_reads_is_kept_with_a_difference(family, hybrids, captured, tmp_path):
+    hybrid, (_, trace) = hybrids(family), captured(family)
+    for name in trace.hook_points:
+        read = inputs_of(hybrid, name)
+        assert all(other in trace for other in read)
+        first = name in ("vision.patch_embed", "layers.0.resid_pre")
+        assert bool(read) != first, name
+    last = f"layers.{hybrid.depth - 1}"
+    save_difference(tmp_path / "kept", hybrid, trace, dict(trace.tensors), f"{last}.resid_post")
+    kept = load_file(tmp_path / "kept")
+    assert sorted(kept) == ["captured", "computed", f"input.{last}.mlp_out", f"input.{last}.resid_mid"]

@@ -181,6 +181,19 @@ def test_a_stale_rope_delta_is_found_in_the_decode_steps(family, stale, clean, h
             assert verdict.word == "rounding" and all(finding.exact for finding in verdict.findings)
 
 
+def test_what_is_nowhere_above_one_unit_is_called_not_observable(clean, verdict_on):
+    _, _, trace = clean(QWEN2)
+    tensors = dict(trace.tensors)
+    moved = tensors["final_norm"].clone()
+    moved[3, 5] = torch.nextafter(moved[3, 5], torch.tensor(torch.inf, dtype=moved.dtype))
+    tensors["final_norm"] = moved
+    verdict = verdict_on(Trace(trace.info, tensors), trace)
+    assert verdict.word == "rounding" and "a fault here is not observable" in verdict.sentence()
+    assert "not observable" not in verdict_on(trace, trace).sentence()  # bit-equal: nothing is there
+    moved[3, 5] = torch.nextafter(moved[3, 5], torch.tensor(torch.inf, dtype=moved.dtype))
+    assert "not observable" not in verdict_on(Trace(trace.info, tensors), trace).sentence()
+
+
 # ---------------------------------------------------------------------------------------------------- clean
 
 

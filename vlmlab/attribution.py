@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from vlmlab.causes import Cause, Plan, causes_of, hf_plan, sglang_plan
 from vlmlab.errors import VlmlabError
 from vlmlab.hybrid import Hybrid
 from vlmlab.metrics import rel_l2_error
-from vlmlab.replay import Asked, Closure, asked_of, closure, differing, run_plan
+from vlmlab.replay import Asked, Closure, asked_of, closure, differing, run_plan, save_difference
 from vlmlab.trace import Trace
 from vlmlab.verdict import Finding, Verdict, judge
 
@@ -69,8 +70,13 @@ class Alone:
 
 @dataclass(frozen=True)
 class CauseEffect:
-    """One cause on one input. name, part. live: whether it changes any bit, alone or on top of all others. acts: for a
-    dead cause, whether its switch was proven to act. share: of the distance, in the distance's unit; 0 when dead."""
+    """One cause on one input.
+
+    Attributes: name, part. live: whether it changes any bit, alone or on top of all others. acts: for a dead cause,
+    whether its switch was proven to act. share: of the distance, in the distance's unit; 0 when dead. alone: switched
+    alone. left_out: distance to SGLang with every live cause switched but this one. cumulative: distance to SGLang with
+    the live causes up to this one switched, in the order of the forward pass. None when dead.
+    """
 
     name: str
     part: str
@@ -78,6 +84,8 @@ class CauseEffect:
     acts: bool | None
     share: float
     alone: Alone
+    left_out: float | None = None
+    cumulative: float | None = None
 
 
 @dataclass(frozen=True)
@@ -153,22 +161,17 @@ def attribute(hybrid: Hybrid, asked: Asked, part: str, start: Plan, say: Callabl
         )
     names = [cause.name for cause in live]
     shares = _shapley(names, worth)
-    effects = tuple(
-        CauseEffect(
-            cause.name,
-            part,
-            cause in live,
-            None if cause in live else control(hybrid, asked, cause),
-            shares.get(cause.name, 0.0),
-            alone[cause.name],
-        )
-        for cause in causes
-    )
+    effects = []
+    for cause in causes:
+        name, is_live = cause.name, cause in live
+        acts = None if is_live else control(hybrid, asked, cause)
+        left_out = total - worth[frozenset(names) - {name}] if is_live else None
+        cumulative = total - worth[frozenset(names[: names.index(name) + 1])] if is_live else None
+        effects.append(CauseEffect(name, part, is_live, acts, shares.get(name, 0.0), alone[name], left_out, cumulative))
     explained = worth[frozenset(names)]
     interaction = explained - sum(alone[name].closer for name in names)
-    return Attribution(
-        part, end, total, explained, interaction, len(worth), int(flipped.sum()) if flipped is not None else 0, effects
-    )
+    left = int(flipped.sum()) if flipped is not None else 0
+    return Attribution(part, end, total, explained, interaction, len(worth), left, tuple(effects))
 
 
 def _subsets(causes: Sequence[Cause]) -> Iterator[tuple[Cause, ...]]:
@@ -350,11 +353,19 @@ def near_tie(logits: Tensor) -> bool:
     return bool(top[0] - top[1] <= stored.float() - below.float())
 
 
-def explain(hybrid: Hybrid, exact: Hybrid, hf: Trace, sglang: Trace, say: Callable[[str], None] = print) -> Explanation:
+def explain(
+    hybrid: Hybrid,
+    exact: Hybrid,
+    hf: Trace,
+    sglang: Trace,
+    say: Callable[[str], None] = print,
+    unexplained: Path | None = None,
+) -> Explanation:
     """Explain the difference between two traces of one input.
 
     Args: hybrid: the checkpoint in the traces' dtype. exact: in float64. hf, sglang: traces. say: called with one line
-    per phase.
+    per phase. unexplained: folder that gets `unexplained-ENGINE.safetensors`, the first operation whose bits its
+    engine's plan does not reproduce, with what it read; no file where closure holds.
     Returns: Explanation. Raises: VlmlabError: different weights or inputs, or nothing to compare.
     """
     for what in ("weights_hash", "input_hash"):
@@ -366,7 +377,11 @@ def explain(hybrid: Hybrid, exact: Hybrid, hf: Trace, sglang: Trace, say: Callab
         engine, asked = trace.info.engine, asked_of(hybrid, trace, hf)
         say(f"{trace.info.release}: verdict")
         verdicts[engine] = judge(hybrid, exact, trace, asked)
-        closures[engine] = closure(trace, run_plan(hybrid, asked, plan))
+        states = run_plan(hybrid, asked, plan)
+        closures[engine] = closure(trace, states)
+        missed = closures[engine].first
+        if unexplained is not None and missed is not None:
+            save_difference(unexplained / f"unexplained-{engine}.safetensors", hybrid, trace, states, missed)
     asked = asked_of(hybrid, sglang, hf)
     parts = PARTS if asked.pixels is not None else ("language",)
     attributions = tuple(attribute(hybrid, asked, part, start, say) for part in parts)

@@ -173,7 +173,7 @@ def _explain(options: argparse.Namespace) -> int:
                 f"the run was captured with the weights of {hf.info.model!r}, not of {checkpoint.name!r}; pass --model"
             )
         hybrid, exact = Hybrid(checkpoint), Hybrid(checkpoint, torch.float64)
-        explanation = explain(hybrid, exact, hf, sglang, say=say)
+        explanation = explain(hybrid, exact, hf, sglang, say=say, unexplained=out)
     result = explanation.json() | {"seconds": {**say.seconds, "total": time.perf_counter() - start}}
     write_json(out / "explanation.json", result)
     if options.json:
@@ -186,20 +186,21 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _print_explanation(explanation: "Explanation") -> None:
     for part in explanation.attributions:
-        columns = ("cause", "live", "changes", "first at", "alone: distance", "alone: closer", "share")
+        columns = ("cause", "live", "changes", "first at", "alone", "all but it", "up to it", "share")
         rows = [
             (
                 effect.name,
                 "yes" if effect.live else "no, switch acts" if effect.acts else "no, and no proof that it acts",
                 f"{effect.alone.tensors} tensors",
                 effect.alone.first or "",
-                f"{effect.alone.distance:.2e}",
-                f"{effect.alone.closer:.2e}",
+                f"{part.total - effect.alone.closer:.2e}",
+                "" if effect.left_out is None else f"{effect.left_out:.2e}",
+                "" if effect.cumulative is None else f"{effect.cumulative:.2e}",
                 f"{effect.share:.2e}",
             )
             for effect in part.effects
         ]
-        _print_table(f"{part.part}: causes, distances at {part.end}", columns, rows)
+        _print_table(f"{part.part}: distance to SGLang at {part.end} with causes switched", columns, rows)
         print(
             f"{part.part}: distance {part.total:.3e}, explained {part.explained:.3e}, of it interaction "
             f"{part.interaction:.3e}; {part.plans} plans; {part.flipped} tokens routed differently are left out"

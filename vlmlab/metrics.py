@@ -4,6 +4,7 @@ cosine_similarity   angle per token; blind to length
 rel_l2_error        length of the difference over length of the baseline, per token
 norm_ratio          length of the target over length of the baseline, per token
 max_abs_diff        largest elementwise difference
+ulp_diff            largest difference in units in the last place
 bitwise_equal       same dtype, shape and bits
 dominant_channels   the channels that carry a token's length, so that one of them cannot hide the rest
 
@@ -79,6 +80,26 @@ def max_abs_diff(baseline: Tensor, target: Tensor) -> float:
     """
     x, y = _float64_pair(baseline, target)
     return (y - x).abs().max().item()
+
+
+def ulp_diff(baseline: Tensor, target: Tensor) -> int:
+    """Largest elementwise difference, counted in representable numbers from one value to the other.
+
+    Args: baseline, target: same shape and dtype, bfloat16, float16, float32 or float64. Returns: count; 0.0 and -0.0
+    are 0 apart. Raises: ValueError: shapes or dtypes differ.
+    """
+    if baseline.shape != target.shape or baseline.dtype != target.dtype:
+        raise ValueError(
+            f"expected equal shapes and dtypes, got {tuple(baseline.shape)} {baseline.dtype} and "
+            f"{tuple(target.shape)} {target.dtype}"
+        )
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[baseline.dtype.itemsize]
+
+    def place(x: Tensor) -> Tensor:  # numbers in order of size are integers in order of size
+        raw = x.contiguous().view(bits).long()
+        return torch.where(raw < 0, torch.iinfo(bits).min - raw, raw)
+
+    return int((place(baseline) - place(target)).abs().max()) if baseline.numel() else 0
 
 
 def bitwise_equal(baseline: Tensor, target: Tensor) -> bool:

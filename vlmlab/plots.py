@@ -171,7 +171,7 @@ def plot_plan(table: pd.DataFrame, metric: str, title: str) -> Figure:
     Returns: Figure.
     """
     figure = Figure(figsize=(9.5, 3.4))
-    figure.subplots_adjust(left=0.08, right=0.99, top=0.91, bottom=0.16)
+    figure.subplots_adjust(left=0.08, right=0.99, top=0.91, bottom=0.2)
     axes = figure.subplots()
     x = np.arange(len(table))
     numbers = table[["worst", "mean", "envelope"]].to_numpy()

@@ -11,14 +11,17 @@ engine was given, so that an error of one is not charged to the other.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from vlmlab.causes import Plan
 from vlmlab.errors import VlmlabError
+from vlmlab.hookpoints import block_of
 from vlmlab.hybrid import Cache, Hybrid, Seen
-from vlmlab.trace import Trace
+from vlmlab.trace import Trace, disk_errors
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,38 @@ def closure(trace: Trace, states: Mapping[str, Tensor]) -> Closure:
     counts = {name: differing(states[name], trace[name]) for name in names}
     first = next((name for name in names if counts[name]), None)
     return Closure(sum(n == 0 for n in counts.values()), len(names), sum(counts.values()), first)
+
+
+def inputs_of(hybrid: Hybrid, name: str) -> tuple[str, ...]:
+    """The hook points that an operation reads. Args: name: of its output. Returns: names; empty for the first ones."""
+    block = block_of(name)
+    if name == "vision.0.resid_pre":
+        return ("vision.patch_embed",)
+    if block:
+        stem, half = f"{block[0]}.{block[1]}", name.rsplit(".", 1)[1]
+        before = {"attn_out": ("resid_pre",), "resid_mid": ("resid_pre", "attn_out"), "mlp_out": ("resid_mid",)}
+        before |= {"resid_post": ("resid_mid", "mlp_out")}
+        return tuple(f"{stem}.{other}" for other in before.get(half, ()))
+    if name.startswith("vision.deepstack."):
+        return (f"vision.{hybrid.deepstack_layers[int(name.rsplit('.', 1)[1])]}.resid_post",)
+    last = {"vision.merger": f"vision.{hybrid.vision_depth - 1}.resid_post", "logits": "final_norm"}
+    last |= {"final_norm": f"layers.{hybrid.depth - 1}.resid_post"}
+    return (last[name],) if name in last else ()
+
+
+def save_difference(file: Path, hybrid: Hybrid, trace: Trace, states: Mapping[str, Tensor], name: str) -> None:
+    """Write what a maintainer needs to look at one hook point that a plan does not reproduce.
+
+    Args: file: safetensors file to write. hybrid: that computed. trace: captured. states: computed. name: hook point.
+    Tensors: `captured`, `computed`, and `input.*`, what the operation read, as captured.
+    """
+    tensors = {"captured": trace[name], "computed": states[name]}
+    tensors |= {f"input.{other}": trace[other] for other in inputs_of(hybrid, name) if other in trace}
+    with disk_errors():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file(
+            {key: tensor.clone().contiguous() for key, tensor in tensors.items()}, file, metadata={"hook_point": name}
+        )
 
 
 def differing(a: Tensor, b: Tensor) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 from vlmlab.causes import Plan, hf_plan, sglang_plan
 from vlmlab.hookpoints import block_of
 from vlmlab.hybrid import Cache, Hybrid
+from vlmlab.metrics import ulp_diff
 from vlmlab.replay import Asked, differing, local_states
 from vlmlab.trace import Trace
 
@@ -58,7 +59,8 @@ class Finding:
     Attributes: hookpoint, layer. operation: in words. token: the worst one. error: relative L2 error to float64, root
     mean square over tokens. allowed: of the worst legal plan. ratio: error over allowed. token_error, token_ratio: of
     the worst token, against the worst token of any legal plan. outside: beyond the margins. exact: bit-equal to a legal
-    plan. near_ties: tokens at which the router nearly ties and the other choice was granted.
+    plan. ulps: units in the last place, of the storage dtype, at most to the nearest legal plan. near_ties: tokens at
+    which the router nearly ties and the other choice was granted.
     """
 
     hookpoint: str
@@ -72,6 +74,7 @@ class Finding:
     token_ratio: float
     outside: bool
     exact: bool
+    ulps: int
     near_ties: int = 0
 
 
@@ -96,7 +99,10 @@ class Verdict:
         """One sentence."""
         if self.first is None:
             exact = sum(finding.exact for finding in self.findings)
-            return f"{self.word}: {exact} of {len(self.findings)} operations bit-equal to a legal plan, none outside"
+            said = f"{self.word}: {exact} of {len(self.findings)} operations bit-equal to a legal plan, none outside"
+            if exact < len(self.findings) and max(finding.ulps for finding in self.findings) <= 1:
+                said += "; nowhere more than one unit in the last place from one: a fault here is not observable"
+            return said
         first = self.first
         return (
             f"{self.word}: first at {first.hookpoint}, token {first.token}, {first.operation}; relative error "
@@ -168,6 +174,7 @@ def _find(name: str, target: Tensor, truth: Tensor, legal: Sequence[Tensor], alt
         token_ratio=_over(worst, worst_allowed),
         outside=rms > MARGIN * allowed or worst > TOKEN_MARGIN * worst_allowed,
         exact=any(not differing(x, target) for x in legal),
+        ulps=min(ulp_diff(x, target.to(x.dtype)) for x in legal),
         near_ties=int(torch.stack([rows for rows, _ in alternatives]).any(0).sum()) if alternatives else 0,
     )
 
