@@ -213,9 +213,9 @@ def _print_explanation(explanation: "Explanation") -> None:
                     f"sglang at {row.sglang_share:.0%} of tokens; {row.flipped} routed differently are left out"
                 )
     for engine, closed in explanation.closures.items():
-        print(
-            f"closure {engine}: {closed.equal} of {closed.total} tensors bit-equal, {closed.elements} elements differ"
-        )
+        equal = f"{closed.equal} of {closed.total} tensors bit-equal, {closed.elements} elements differ"
+        kept = f"; first {closed.first}, kept in unexplained-{engine}.safetensors" if closed.first else ""
+        print(f"closure {engine}: {equal}{kept}")
     remainder = sum(closed.total - closed.equal for closed in explanation.closures.values())
     print(f"unexplained remainder: {remainder} tensors")
     for engine, verdict in explanation.verdicts.items():
