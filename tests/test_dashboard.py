@@ -139,7 +139,7 @@ def lab(tmp_path, store):
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian: apt install chromium)")
 @pytest.mark.timeout(600)
 def test_the_dashboard_answers_to_clicks_in_jupyterlab(lab, traces):
-    from playwright.sync_api import expect, sync_playwright
+    from playwright.sync_api import TimeoutError, expect, sync_playwright
 
     address, token = lab
     screenshot = ROOT / ".cache" / "dashboard.png"
@@ -150,8 +150,16 @@ def test_the_dashboard_answers_to_clicks_in_jupyterlab(lab, traces):
             page = browser.new_page(viewport={"width": 1400, "height": 2400})
             page.goto(f"{address}/lab/tree/04_which_cause_explains_it.ipynb?token={token}")
             page.locator(".jp-Notebook .jp-CodeCell").first.wait_for(timeout=120_000)
-            page.locator(".lm-MenuBar-itemLabel", has_text=re.compile("^Run$")).click()
-            page.locator(".lm-Menu-itemLabel", has_text=re.compile("^Run All Cells$")).click()
+            page.locator(".jp-StatusBar-TextItem", has_text="Idle").first.wait_for(timeout=120_000)
+            started = page.locator(".jp-InputArea-prompt", has_text=re.compile(r"\[(\*|\d+)\]"))
+            for _ in range(3):  # a kernel that is still connecting can drop the command
+                page.locator(".lm-MenuBar-itemLabel", has_text=re.compile("^Run$")).click()
+                page.locator(".lm-Menu-itemLabel", has_text=re.compile("^Run All Cells$")).click()
+                try:
+                    started.first.wait_for(timeout=20_000)
+                    break
+                except TimeoutError:
+                    continue
             toggle = page.get_by_role("button", name="rms_norm", exact=True)
             toggle.wait_for(timeout=400_000)
             toggle.scroll_into_view_if_needed()
