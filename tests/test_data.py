@@ -32,12 +32,7 @@ CHECKPOINTS = Path(__file__).parent.parent / "data" / "checkpoints"
 OF_THIS_RECIPE = [family for family in FAMILIES if (CHECKPOINTS / f"{family}-tiny" / "training.json").is_file()]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_no_two_shapes_touch_and_no_name_comes_twice():

@@ -253,7 +253,7 @@ def rounded_forward(hybrid, asked, plan):
     grid = int(asked.grid_thw[0, 1]), int(asked.grid_thw[0, 2])
     x = keep("vision.patch_embed", hybrid.patch_embed(asked.pixels, plan))
     x = keep("vision.0.resid_pre", hybrid.add_positions(x, grid, plan))
-    rotary, deepstack = hybrid.vision_rotary(grid, plan), []
+    rotary, deepstack = hybrid.vision_rotary(grid), []
     for i in range(hybrid.vision_depth):
         half = keep(f"vision.{i}.attn_out", hybrid.vision_attention(i, x, rotary, plan))
         x = keep(f"vision.{i}.resid_mid", x + half)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from vlmlab import arithmetic
 from vlmlab.causes import Cause, Plan, causes_of, hf_plan, sglang_plan
+from vlmlab.compare import check_comparable
 from vlmlab.errors import VlmlabError
 from vlmlab.hybrid import Hybrid
 from vlmlab.metrics import rel_l2_error
@@ -151,8 +152,8 @@ def attribute(hybrid: Hybrid, asked: Asked, part: str, start: Plan, say: Callabl
         if changed or any(differing(off[name], target[name]) for name in target):
             live.append(cause)
     say(f"{part}: {2 ** len(live)} combinations of {len(live)} live causes")
-    worth = {}
-    for chosen in _subsets(live):
+    worth = {frozenset[str](): 0.0} | {frozenset({cause.name}): alone[cause.name].closer for cause in live}
+    for chosen in _larger_subsets(live):
         plan = start
         for cause in chosen:
             plan = plan.switched(cause.name, "sglang")
@@ -174,8 +175,9 @@ def attribute(hybrid: Hybrid, asked: Asked, part: str, start: Plan, say: Callabl
     return Attribution(part, end, total, explained, interaction, len(worth), left, tuple(effects))
 
 
-def _subsets(causes: Sequence[Cause]) -> Iterator[tuple[Cause, ...]]:
-    for size in range(len(causes) + 1):
+def _larger_subsets(causes: Sequence[Cause]) -> Iterator[tuple[Cause, ...]]:
+    """Subsets of two causes and more."""
+    for size in range(2, len(causes) + 1):
         yield from itertools.combinations(causes, size)
 
 
@@ -368,9 +370,7 @@ def explain(
     engine's plan does not reproduce, with what it read; no file where closure holds.
     Returns: Explanation. Raises: VlmlabError: different weights or inputs, or nothing to compare.
     """
-    for what in ("weights_hash", "input_hash"):
-        if getattr(hf.info, what) != getattr(sglang.info, what):
-            raise VlmlabError(f"no evidence: the traces differ in {what}; capture both with the same model and input")
+    check_comparable(hf, sglang)
     start, goal = hf_plan(hf.info.attention), sglang_plan()
     verdicts, closures = {}, {}
     for trace, plan in ((hf, start), (sglang, goal)):
@@ -382,11 +382,11 @@ def explain(
         missed = closures[engine].first
         if unexplained is not None and missed is not None:
             save_difference(unexplained / f"unexplained-{engine}.safetensors", hybrid, trace, states, missed)
-    asked = asked_of(hybrid, sglang, hf)
+    theirs = states  # what was computed last: SGLang's pass, on SGLang's input
     parts = PARTS if asked.pixels is not None else ("language",)
     attributions = tuple(attribute(hybrid, asked, part, start, say) for part in parts)
     say("float64: the truth")
-    truth, ours, theirs = (run_plan(h, asked, p) for h, p in ((exact, start), (hybrid, start), (hybrid, goal)))
+    truth, ours = (run_plan(h, asked, start) for h in (exact, hybrid))
     names = [name for name in truth if name.endswith("resid_post") or name in ("vision.merger", "final_norm", "logits")]
     return Explanation(
         verdicts,

@@ -166,13 +166,8 @@ def _compare_tensors(name: str, a: Tensor, b: Tensor) -> tuple[Row, Tensor | Non
     return row, cosines, errors
 
 
-def compare_traces(baseline: Trace, target: Trace) -> Comparison:
-    """Compare every hook point of either trace.
-
-    Args: baseline, target: traces of the same weights and input.
-    Returns: Comparison with one row for the union of hook points, in forward order; one side only gives `missing`.
-    Raises: VlmlabError: different weights or input, or no hook point in common ("no evidence").
-    """
+def check_comparable(baseline: Trace, target: Trace) -> None:
+    """Raise VlmlabError ("no evidence") when two traces are not of the same weights and input."""
     for what in ("weights_hash", "input_hash"):
         a, b = getattr(baseline.info, what), getattr(target.info, what)
         if a != b:
@@ -180,6 +175,16 @@ def compare_traces(baseline: Trace, target: Trace) -> Comparison:
                 f"no evidence: the traces differ in {what} ({a[:12]} and {b[:12]}); capture both with the same "
                 f"{'checkpoint' if what == 'weights_hash' else 'picture and prompt'}"
             )
+
+
+def compare_traces(baseline: Trace, target: Trace) -> Comparison:
+    """Compare every hook point of either trace.
+
+    Args: baseline, target: traces of the same weights and input.
+    Returns: Comparison with one row for the union of hook points, in forward order; one side only gives `missing`.
+    Raises: VlmlabError: different weights or input, or no hook point in common ("no evidence").
+    """
+    check_comparable(baseline, target)
     names = [*baseline.hook_points, *(name for name in target.hook_points if name not in baseline)]
     if not any(name in baseline and name in target for name in names):
         raise VlmlabError("no evidence: the two traces have no hook point in common")

@@ -88,8 +88,8 @@ class Dashboard:
                 self.figures[part].value = decay
                 if tokens is not None:
                     self.picture.value = tokens
-            self.facts.value = self._table({part: curve for part, (_, _, curve) in shown.items()})
-            self.status.value = self._remainder({part: curve for part, (_, _, curve) in shown.items()})
+            curves = {part: curve for part, (_, _, curve) in shown.items()}
+            self.facts.value, self.status.value = self._table(curves), self._remainder(curves)
         except Exception as error:  # a callback's exception would be lost in a log; here it belongs on the page
             message = escape(f"{type(error).__name__}: {error}")
             self.status.value = f"<b style='color:#c0392b'>{message}. What is shown below is stale.</b>"

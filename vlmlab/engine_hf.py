@@ -238,5 +238,4 @@ def vision_output(trace: Trace) -> Tensor | None:
     """
     if "vision.merger" not in trace:
         return None
-    deepstack = [trace[name] for name in trace.hook_points if name.startswith("vision.deepstack.")]
-    return torch.cat([trace["vision.merger"], *deepstack], dim=1)
+    return torch.cat([trace["vision.merger"], *trace.deepstack], dim=1)

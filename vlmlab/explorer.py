@@ -16,7 +16,7 @@ from vlmlab.causes import Plan, causes_of, hf_plan, sglang_plan
 from vlmlab.errors import VlmlabError
 from vlmlab.hybrid import Hybrid
 from vlmlab.metrics import cosine_similarity, rel_l2_error
-from vlmlab.replay import asked_of, differing, run_plan
+from vlmlab.replay import asked_of, closure, run_plan
 from vlmlab.trace import Trace
 from vlmlab.verdict import legal_plans
 
@@ -58,7 +58,7 @@ class Explorer:
         self.parts = ("vision", "language") if self._asked.pixels is not None else ("language",)
         self.depths = {"vision": hybrid.vision_depth, "language": hybrid.depth}
         self._start = hf_plan(hf.info.attention)
-        self._goal = {name: sglang[name] for name in sglang.hook_points}
+        self._goal = Trace(sglang.info, dict(sglang.tensors))  # in memory
         self._baselines: dict[tuple[str, str], dict[str, Tensor]] = {}
         self._envelopes: dict[tuple[str, str, str], pd.Series] = {}
         self._runs: OrderedDict[tuple, tuple[dict[str, Tensor], int, int]] = OrderedDict()
@@ -111,10 +111,9 @@ class Explorer:
         key = (part, plan.key(causes_of(self.hybrid.family, part)))
         if key not in self._runs:
             states = run_plan(self.hybrid, self._asked, plan, part)
-            names = [name for name in states if name in self._goal]
-            missed = sum(differing(states[name], self._goal[name]) > 0 for name in names)
+            closed = closure(self._goal, states)
             kept = {name: state for name, state in states.items() if is_stream(name)}
-            self._runs[key] = kept, missed, len(names)
+            self._runs[key] = kept, closed.total - closed.equal, closed.total
             while len(self._runs) > 16:
                 self._runs.popitem(last=False)
         self._runs.move_to_end(key)

@@ -118,7 +118,7 @@ class Hybrid:
         record("vision.patch_embed", x)
         x = self.add_positions(x, (rows, columns), plan)
         record("vision.0.resid_pre", x)
-        rotary = self.vision_rotary((rows, columns), plan)
+        rotary = self.vision_rotary((rows, columns))
         deepstack: list[Tensor] = []
         for i in range(self.vision_depth):
             attn_out = self.vision_attention(i, x, rotary, plan)
@@ -153,7 +153,7 @@ class Hybrid:
         formula, precision = plan.how("position_formula"), plan.how("position_precision")
         return x + self.by.blend_positions(table, grid, self.merge, formula, precision)
 
-    def vision_rotary(self, grid: tuple[int, int], plan: Plan) -> dict[str, tuple[Tensor, Tensor]]:
+    def vision_rotary(self, grid: tuple[int, int]) -> dict[str, tuple[Tensor, Tensor]]:
         """Cosine and sine, [P, h / 2] each, for every way of making them."""
         rows, columns = grid
         row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")

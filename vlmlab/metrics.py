@@ -4,6 +4,7 @@ cosine_similarity   angle per token; blind to length
 rel_l2_error        length of the difference over length of the baseline, per token
 norm_ratio          length of the target over length of the baseline, per token
 max_abs_diff        largest elementwise difference
+bit_patterns        the bits of every value as an integer
 ulp_diff            largest difference in units in the last place
 bitwise_equal       same dtype, shape and bits
 dominant_channels   the channels that carry a token's length, so that one of them cannot hide the rest
@@ -82,6 +83,11 @@ def max_abs_diff(baseline: Tensor, target: Tensor) -> float:
     return (y - x).abs().max().item()
 
 
+def bit_patterns(x: Tensor) -> Tensor:
+    """The bits of every value as an integer. Args: x: of 2, 4 or 8 bytes a value. Returns: same shape and width."""
+    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize])
+
+
 def ulp_diff(baseline: Tensor, target: Tensor) -> int:
     """Largest elementwise difference, counted in representable numbers from one value to the other.
 
@@ -93,11 +99,11 @@ def ulp_diff(baseline: Tensor, target: Tensor) -> int:
             f"expected equal shapes and dtypes, got {tuple(baseline.shape)} {baseline.dtype} and "
             f"{tuple(target.shape)} {target.dtype}"
         )
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[baseline.dtype.itemsize]
 
     def place(x: Tensor) -> Tensor:  # numbers in order of size are integers in order of size
-        raw = x.contiguous().view(bits).long()
-        return torch.where(raw < 0, torch.iinfo(bits).min - raw, raw)
+        patterns = bit_patterns(x)
+        raw = patterns.long()
+        return torch.where(raw < 0, torch.iinfo(patterns.dtype).min - raw, raw)
 
     return int((place(baseline) - place(target)).abs().max()) if baseline.numel() else 0
 

@@ -21,6 +21,7 @@ from vlmlab.causes import Plan
 from vlmlab.errors import VlmlabError
 from vlmlab.hookpoints import block_of
 from vlmlab.hybrid import Cache, Hybrid, Seen
+from vlmlab.metrics import bit_patterns
 from vlmlab.trace import Trace, disk_errors
 
 
@@ -51,8 +52,7 @@ def asked_of(hybrid: Hybrid, trace: Trace, baseline: Trace) -> Asked:
     giver = baseline if trace.info.flags.get("language_input") == "given vision output" else trace
     seen = None
     if "vision.merger" in giver:
-        deepstack = [giver[name] for name in giver.hook_points if name.startswith("vision.deepstack.")]
-        seen = Seen(giver["vision.merger"], tuple(deepstack))
+        seen = Seen(giver["vision.merger"], giver.deepstack)
     ids, grid = baseline["inputs.input_ids"], baseline.tensors.get("inputs.image_grid_thw")
     return Asked(ids, hybrid.positions(ids, grid), trace.tensors.get("inputs.pixel_values"), grid, seen)
 
@@ -152,8 +152,7 @@ def differing(a: Tensor, b: Tensor) -> int:
     if a.shape != b.shape:
         return b.numel()
     wider = torch.promote_types(a.dtype, b.dtype)
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[wider.itemsize]
-    return int(a.to(wider).contiguous().view(bits).ne(b.to(wider).contiguous().view(bits)).sum())
+    return int(bit_patterns(a.to(wider)).ne(bit_patterns(b.to(wider))).sum())
 
 
 # ---------------------------------------------------------------------------------------------------- local
@@ -179,7 +178,7 @@ def local_states(
 
     if asked.pixels is not None and asked.grid_thw is not None:
         grid = int(asked.grid_thw[0, 1]), int(asked.grid_thw[0, 2])
-        rotary = hybrid.vision_rotary(grid, plan)
+        rotary = hybrid.vision_rotary(grid)
         states["vision.patch_embed"] = hybrid.patch_embed(asked.pixels, plan)
         if has("vision.patch_embed"):
             states["vision.0.resid_pre"] = hybrid.add_positions(got("vision.patch_embed"), grid, plan)

@@ -88,6 +88,11 @@ class Trace:
         """Names of the captured activations, in forward order, without `inputs.*`."""
         return tuple(name for name in self.tensors if not name.startswith("inputs."))
 
+    @property
+    def deepstack(self) -> tuple[Tensor, ...]:
+        """The vision tower's deepstack features, [N, D] each, in order; empty where there are none."""
+        return tuple(self[name] for name in self.hook_points if name.startswith("vision.deepstack."))
+
 
 class ShardedTensors(Mapping[str, Tensor]):
     """Tensors of a trace folder, read from their file on access and never kept.
