@@ -38,6 +38,11 @@ def write_card(folder):
         for i in sorted({0, len(blocks) // 4, len(blocks) // 2, 3 * len(blocks) // 4, len(blocks) - 1}):
             h = blocks[i]
             hidden_rows.append(f"| {part} {i} | {h['rms']} | {h['peak']} | {h['channel']} | {h['energy_share']:.1%} |")
+    started = ""
+    if "start" in training:
+        start = training["start"]
+        how = f"trained by `{start['command']}`" if "command" in start else "an earlier checkpoint of this project"
+        started = f"\nIt started from the weights {start['weights'][:12]}, {how}.\n"
     reference, canvas = report["reference_prompt"], report["canvas"]
     n_faults = next(iter(report["faults"].values()))["n"]
     text = f"""# {folder.name}
@@ -61,7 +66,7 @@ Generated pictures, all of them clean, every answer true: {training["samples"]:,
 Seed {training["seed"]}; torch {training["torch"]}, transformers {training["transformers"]}.
 
     {training["command"]}
-
+{started}
 ## Held-out results
 Greedy, {report["dtype"]}, transformers {report["transformers"]}, torch {report["torch"]}, {report["device"]}; every
 number is in `evaluation.json`.

@@ -16,15 +16,19 @@ import math
 import random
 import sys
 import time
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
+from transformers import AutoTokenizer
 
 from data import shapes
 from data.make_checkpoint import ARCHITECTURES, TOKEN_ID, make_tokenizer, vocab_size, write_checkpoint
 from data.model import Model, initial_positions, parameter_table, patchify, position_weights, text_rotary, vision_rotary
+from vlmlab.checkpoint import load_checkpoint
 
 # Picture sizes in rows and columns of image tokens (28 px in Qwen2-VL, 32 px in Qwen3-VL).
 SMALL_GRIDS = (
@@ -35,6 +39,30 @@ LARGE_GRIDS = (
     (20, 31), (31, 20), (28, 28), (31, 31),
 )  # fmt: skip
 HELD_OUT_GRIDS = ((11, 8), (17, 29))  # never trained on
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What a run is shown.
+
+    Attributes: single_first: how often questions about single shapes come before the lists. one_kind: how many pictures
+    have shapes of one kind only, so that only the colour decides. Both are shares in 0..1, at the start of the run and
+    after it. start: share of the run. start_shapes: most shapes in a picture then.
+    """
+
+    start: float
+    start_shapes: int
+    single_first: tuple[float, float]
+    one_kind: tuple[float, float]
+
+
+QWEN3_MIX = Mix(start=0.08, start_shapes=2, single_first=(0.35, 0.35), one_kind=(0.0, 0.0))
+MIXES = {
+    # Else it learns to find the kind that is asked for and never its colour.
+    "qwen2-vl": Mix(start=0.15, start_shapes=3, single_first=(1.0, 0.5), one_kind=(1.0, 0.4)),
+    "qwen3-vl": QWEN3_MIX,
+    "qwen3-vl-moe": QWEN3_MIX,
+}
 
 ANSWER_SPAN = 288  # last positions of a sequence, which get logits: eight shapes listed at length just fit
 MAX_TURNS = 10
@@ -85,8 +113,9 @@ class Writer:
         """Returns: token ids of everything before the image."""
         return self.encode(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n<|vision_start|>")
 
-    def write(self, pictures, prefix, image_tokens, length, rng, single_first=0.5):
-        """Args: pictures: list of B lists of Shape. prefix: token ids. image_tokens: N. length: S.
+    def write(self, pictures, prefix, image_tokens, length, rng, single_first):
+        """Args: pictures: list of B lists of Shape. prefix: token ids. image_tokens: N. length: S. single_first: as in
+            `write_turns`.
 
         Returns: ids [B, S] and labels [B, ANSWER_SPAN], int64; a label is the token that follows, -100 where nothing
             is asked of the model.
@@ -117,15 +146,11 @@ class Batches(torch.utils.data.Dataset):
     Everything random in step s follows from the seed and s alone.
     """
 
-    # The run starts with few shapes, all of one kind, asked for one by one: else Qwen2-VL learns to find the kind that
-    # is asked for and never its colour.
-    curriculum, curriculum_shapes = 0.12, 3  # share of the run; most shapes
-    one_kind_share = 0.3  # pictures of one kind of shape after that
     large_from, large_share = 0.3, 0.45  # large pictures: from this share of the run on, in this share of the steps
     long_system_share = 0.3
 
     def __init__(self, family, seed, batch_tokens):
-        self.arch, self.seed, self.batch_tokens = ARCHITECTURES[family], seed, batch_tokens
+        self.arch, self.mix, self.seed, self.batch_tokens = ARCHITECTURES[family], MIXES[family], seed, batch_tokens
         self.writer = Writer(family)
         self.default_start = len(self.writer.prefix(shapes.system_message(5)))
 
@@ -143,12 +168,12 @@ class Batches(torch.utils.data.Dataset):
         small, large = grids(self.arch)
         big = progress >= self.large_from and rng.random() < self.large_share
         grid = rng.choice(large if big else small)
-        if progress < self.curriculum:
-            return self.draw(grid, self.curriculum_shapes, rng, single_first=1.0, one_kind=1.0)
-        return self.draw(grid, shapes.MAX_SHAPES, rng)
+        return self.draw(grid, rng, start=progress < self.mix.start)
 
-    def draw(self, grid, most, rng, single_first=0.5, one_kind=one_kind_share):
-        """A batch of one grid with up to `most` shapes per picture; returns what indexing returns."""
+    def draw(self, grid, rng, start=False):
+        """A batch of one grid, as at the start of a run or as later; returns what indexing returns."""
+        most = self.mix.start_shapes if start else shapes.MAX_SHAPES
+        single_first, one_kind = (pair[0 if start else 1] for pair in (self.mix.single_first, self.mix.one_kind))
         system = shapes.system_message(5)
         if rng.random() < self.long_system_share:  # 6 to 100 tokens
             system = shapes.system_message(rng.randint(6, 83), full_stop=rng.random() < 0.5)
@@ -237,6 +262,23 @@ class Parameters:
     def export(self):
         """Returns: {hub name: float32 tensor}."""
         return {name: self.state["master"][place].view(shape) for name, (place, shape) in self.places.items()}
+
+    def load(self, folder, tokenizer):
+        """Starts from a checkpoint of the same architecture; its tokens keep their rows, whatever their ids were.
+
+        Args: folder: checkpoint. tokenizer: of this run. Raises: KeyError: another architecture.
+        """
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            old = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  it is no mapping
+        ids = AutoTokenizer.from_pretrained(folder).get_vocab()
+        kept = [(new, ids[token]) for token, new in tokenizer.get_vocab().items() if token in ids]
+        new_rows, old_rows = (torch.tensor(rows) for rows in zip(*kept, strict=True))
+        for name, weight in self.export().items():
+            if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                weight[new_rows.to(weight.device)] = old[name][old_rows].to(weight.device)
+            else:
+                weight.copy_(old[name])
+        self.refresh()
 
     def set_schedule(self, lr, step):
         """Sets the learning rate and Adam's bias corrections of the step, counted from 1."""
@@ -364,7 +406,7 @@ class Trainer:
         """Compiles, and captures every grid's graph, so that training time is spent on training. CUDA only."""
         for group in grids(self.arch):
             for grid in group:
-                self._capture(*self.device_batch(self.batches.draw(grid, shapes.MAX_SHAPES, random.Random(0))))
+                self._capture(*self.device_batch(self.batches.draw(grid, random.Random(0))))
 
     def learning_rate(self, step, progress):
         """Linear warm-up, then a half cosine down to `final_lr` of the peak."""
@@ -429,6 +471,7 @@ def main(arguments=None):
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--batch-tokens", type=int, default=56_000, help="patches and tokens per step")
     parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--start", type=Path, help="checkpoint to start from in the place of random weights")
     parser.add_argument("--resume", action="store_true", help="go on from state.pt")
     options = parser.parse_args(arguments)
     if not (options.steps or options.seconds):
@@ -436,7 +479,12 @@ def main(arguments=None):
     trainer = Trainer(options.family, options.seed, options.device, options.batch_tokens, options.lr)
     size = trainer.parameters.size
     print(f"{options.family}: {size / 1e6:.2f} M parameters, {size / 2**19:.2f} MiB in bfloat16")
-    state_file = options.out / "state.pt"
+    state_file, start = options.out / "state.pt", None
+    if options.start:
+        trainer.parameters.load(options.start, trainer.batches.writer.tokenizer)
+        start = {"weights": load_checkpoint(options.start).weights_hash}
+        if (options.start / "training.json").exists():
+            start |= json.loads((options.start / "training.json").read_text())
     if options.resume:
         state = torch.load(state_file, map_location=trainer.device, weights_only=True)
         for name, buffer in trainer.parameters.state.items():
@@ -462,6 +510,7 @@ def main(arguments=None):
             "samples": trainer.samples,
             "parameters": trainer.parameters.size,
             **describe_machine(trainer.device),
+            **({"start": start} if start else {}),
         }
         (options.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 

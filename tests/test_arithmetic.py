@@ -1,5 +1,6 @@
 """The ways of a step are one function in float64. In bfloat16 some differ, some never do, and each is the engine's."""
 
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -299,7 +300,7 @@ def test_rotations_turn_pairs_of_halves():
     turned = torch.view_as_complex(torch.stack((x[..., :8], x[..., 8:]), -1))
     turned = turned * torch.polar(torch.ones_like(angle), angle)[:, None]
     wanted = torch.cat((turned.real, turned.imag), -1)
-    for rotate in (by.rotate_vision, by.rotate_text):
+    for rotate in (by.rotate_vision, functools.partial(by.rotate_text, how="hf")):
         assert error(rotate(x, angle.cos(), angle.sin()), wanted) < EXACT
         assert error(rotate(x, angle.cos(), -angle.sin()), wanted) > 0.1
 
@@ -307,9 +308,9 @@ def test_rotations_turn_pairs_of_halves():
 def test_vision_rotates_in_float32_and_text_in_the_storage_dtype():
     x, angle = random(50, 2, 16, dtype=BF16), random(50, 8, dtype=torch.float32)
     cos, sin = angle.cos().to(BF16), angle.sin().to(BF16)
-    vision, text = by.rotate_vision(x, cos, sin), by.rotate_text(x, cos, sin)
+    vision, text = by.rotate_vision(x, cos, sin), by.rotate_text(x, cos, sin, "hf")
     assert vision.dtype == text.dtype == BF16
-    assert bitwise_equal(vision, by.rotate_text(x.float(), cos.float(), sin.float()).to(BF16))
+    assert bitwise_equal(vision, by.rotate_text(x.float(), cos.float(), sin.float(), "hf").to(BF16))
     assert not bitwise_equal(vision, text)
 
 

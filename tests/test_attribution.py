@@ -59,7 +59,7 @@ def attributed(asked_on):
     def attributed(family, part):
         if (family, part) not in made:
             hybrid, asked, _ = asked_on(family)
-            made[family, part] = attribute(hybrid, asked, part, hf_plan(), lambda line: None)
+            made[family, part] = attribute(hybrid, asked, part, hf_plan(), sglang_plan(), lambda line: None)
         return made[family, part]
 
     return attributed
@@ -177,7 +177,7 @@ def test_what_a_cause_does_alone(attributed, asked_on):
 
 def test_attention_counts_as_a_cause_where_transformers_runs_eager(asked_on):
     hybrid, asked, _ = asked_on(QWEN2)
-    found = attribute(hybrid, asked, "language", hf_plan("eager"), lambda line: None)
+    found = attribute(hybrid, asked, "language", hf_plan("eager"), sglang_plan(), lambda line: None)
     assert {e.name for e in found.effects if e.live} == {"rms_norm", "residual_sum", "attention"}
     assert close(sum(e.share for e in found.effects), found.total)
 
@@ -185,7 +185,7 @@ def test_attention_counts_as_a_cause_where_transformers_runs_eager(asked_on):
 def test_phases_are_said(asked_on):
     hybrid, asked, _ = asked_on(QWEN2)
     lines = []
-    attribute(hybrid, asked, "vision", hf_plan(), lines.append)
+    attribute(hybrid, asked, "vision", hf_plan(), sglang_plan(), lines.append)
     assert lines == ["vision: 4 causes one at a time", "vision: 4 combinations of 2 live causes"]
 
 
@@ -193,7 +193,7 @@ def test_a_part_that_the_input_lacks_is_no_evidence(hybrids, hf_engines, ask, tm
     trace = hf_engines(QWEN2).capture(ask(QWEN2), tmp_path / "trace")
     asked = asked_of(hybrids(QWEN2), trace, trace)
     with pytest.raises(VlmlabError, match="no evidence: the input has no vision part"):
-        attribute(hybrids(QWEN2), asked, "vision", hf_plan(), lambda line: None)
+        attribute(hybrids(QWEN2), asked, "vision", hf_plan(), sglang_plan(), lambda line: None)
 
 
 # ---------------------------------------------------------------------------------------------------- control
@@ -232,10 +232,10 @@ def blind(function, *places):
 )
 def test_the_control_fails_where_sglangs_way_ignores_what_it_reads(family, cause, function, asked_on, monkeypatch):
     hybrid, asked, _ = asked_on(family)
-    assert control(hybrid, asked, named(family, cause))
+    assert control(hybrid, asked, named(family, cause), sglang_plan())
     place = 0 if function.endswith("attention") else 1
     monkeypatch.setattr(arithmetic, function, blind(getattr(arithmetic, function), place))
-    assert not control(hybrid, asked, named(family, cause))
+    assert not control(hybrid, asked, named(family, cause), sglang_plan())
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_the_control_fails_where_sglangs_way_ignores_what_it_reads(family, cause
 )
 def test_the_control_shows_for_every_cause(family, cause, asked_on):
     hybrid, asked, _ = asked_on(family)
-    assert control(hybrid, asked, named(family, cause))
+    assert control(hybrid, asked, named(family, cause), sglang_plan())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -251,13 +251,13 @@ def test_the_control_leaves_everything_as_it_was(family, asked_on, monkeypatch):
     hybrid, asked, _ = asked_on(family)
     before, eps = dict(hybrid.weights), hybrid.eps
     for cause in causes_of(family):
-        control(hybrid, asked, cause)
+        control(hybrid, asked, cause, sglang_plan())
     passes = iter([{}])
     monkeypatch.setattr(attribution, "run_plan", lambda *_: next(passes))  # its second call raises
     for cause in causes_of(family):
         passes = iter([{}])
         with pytest.raises(StopIteration):
-            control(hybrid, asked, cause)
+            control(hybrid, asked, cause, sglang_plan())
     assert hybrid.by is arithmetic and hybrid.eps == eps
     assert all(hybrid.weights[name] is weight for name, weight in before.items())
 
@@ -343,6 +343,7 @@ def made_up(number=0.5, outside=False):
     return Explanation(
         {"hf": rounding, "sglang": found},
         {"hf": Closure(5, 5, 0, None), "sglang": Closure(3, 5, 40, "layers.3.mlp_out")},
+        {},
         (part,),
         (row,),
         {"hf": False, "sglang": True},
@@ -466,7 +467,7 @@ def test_the_reference_input_on_both_real_engines(traces, hybrids, monkeypatch):
     hybrid = hybrids(QWEN2)
     hf, sglang = traces
     monkeypatch.setattr(attribution, "control", lambda *_: True)  # shown above; a third of the time here
-    found = attribute(hybrid, asked_of(hybrid, sglang, hf), "language", hf_plan(), lambda line: None)
+    found = attribute(hybrid, asked_of(hybrid, sglang, hf), "language", hf_plan(), sglang_plan(), lambda line: None)
     assert {effect.name for effect in found.effects if effect.live} == {"rms_norm", "residual_sum"}
     assert close(sum(effect.share for effect in found.effects), found.explained)
     assert close(found.explained, found.total)

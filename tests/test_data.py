@@ -103,7 +103,7 @@ def test_written_conversations_equal_the_chat_template(family):
     picture = shapes.draw_layout(1, 252, 336, torch.Generator().manual_seed(4), fewest=3, most=3).shapes()
     system = shapes.system_message(20, full_stop=False)
     prefix = writer.prefix(system)
-    ids, _ = writer.write(picture, prefix, 2, length=len(prefix) + 2 + 600, rng=random.Random(0))
+    ids, _ = writer.write(picture, prefix, 2, length=len(prefix) + 2 + 600, rng=random.Random(0), single_first=0.5)
     text = writer.tokenizer.decode(ids[0].tolist()).split("<|endoftext|>")[0]
     text = text.replace("<|image_pad|><|image_pad|>", "<|image_pad|>")
     turns = [turn.split("<|im_end|>")[0].split("\n", 1) for turn in text.split("<|im_start|>")[1:]]
@@ -118,7 +118,9 @@ def test_written_conversations_equal_the_chat_template(family):
     expected = writer.tokenizer(whole.replace("<|image_pad|>", "<|image_pad|><|image_pad|>"), add_special_tokens=False)
     assert pads[0] in expected.input_ids and ids[0].tolist()[: len(expected.input_ids)] == expected.input_ids
     answers = "".join(m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant")
-    short, labels = writer.write(picture, prefix, 2, length=len(prefix) + 2 + ANSWER_SPAN, rng=random.Random(0))
+    short, labels = writer.write(
+        picture, prefix, 2, length=len(prefix) + 2 + ANSWER_SPAN, rng=random.Random(0), single_first=0.5
+    )
     assert torch.equal(short, ids[:, : short.shape[1]])
     learned = writer.tokenizer.decode(labels[0][labels[0] >= 0])
     assert len(learned) > 100 and answers.startswith(learned)
@@ -143,7 +145,7 @@ def test_training_forward_equals_transformers(family, tmp_path):
         picture = shapes.render(layout, torch.Generator().manual_seed(0))
         prefix = writer.prefix(shapes.system_message(words))
         length = len(prefix) + rows * columns + 320
-        ids, labels = writer.write(layout.shapes(), prefix, rows * columns, length, random.Random(0))
+        ids, labels = writer.write(layout.shapes(), prefix, rows * columns, length, random.Random(0), single_first=0.5)
         axes = [position_weights(arch, 2 * n) for n in (rows, columns)] if arch.positions_per_side else None
         with torch.no_grad():
             features = model.see(patchify(picture, arch), vision_rotary(arch, rows, columns), axes)

@@ -13,8 +13,9 @@ stacked_linear      several products one by one, or as one product with stacked 
 deepstack_sum       a residual addition and a deepstack addition, in one order or the other
 route, combine      choice and weighting of experts
 
-`how` names the way: "hf" and "sglang" throughout, "eager" besides where Transformers has two. Everything but the
-choice is shared, so two ways differ by nothing else. In float64 all ways are the same function up to float64 rounding.
+`how` names the way: "hf" and "sglang" throughout, "eager" besides where Transformers has two, and "kernel" where
+SGLang's own CUDA kernel can be called instead of its formula. Everything but the choice is shared, so two ways differ
+by nothing else. In float64 all ways are the same function up to float64 rounding; kernels do not read float64.
 
 Source: transformers@5.19.0: models/qwen2_vl/modeling_qwen2_vl.py, models/qwen3_vl/modeling_qwen3_vl.py,
 integrations/sdpa_attention.py, integrations/moe.py, vision_utils.py; sglang@0.5.23: srt/layers/layernorm.py,
@@ -23,11 +24,14 @@ srt/layers/moe/fused_moe_native.py, srt/models/qwen2_vl.py, srt/models/qwen3_vl.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vlmlab import kernels
 
 
 def wide(x: Tensor) -> Tensor:
@@ -38,26 +42,46 @@ def wide(x: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------- norms, residual
 
 
-def residual_sum(residual: Tensor, x: Tensor, how: str) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Unsummed:
+    """A residual sum that SGLang's fused kernel carries out within the norm. residual, x: [T, D]."""
+
+    residual: Tensor
+    x: Tensor
+
+    def sum(self) -> Tensor:
+        """[T, D], unrounded."""
+        return wide(self.x) + wide(self.residual)
+
+
+def residual_sum(residual: Tensor, x: Tensor, how: str) -> tuple[Tensor, Tensor | Unsummed]:
     """Add a half-block's output to the stream.
 
-    Args: residual, x: [T, D]. how: "hf" normalises the rounded sum, "sglang" the unrounded one.
+    Args: residual, x: [T, D]. how: "hf" normalises the rounded sum, "sglang" the unrounded one, "kernel" leaves it to
+    the norm.
     Returns: (stream [T, D] in the storage dtype, what the norm reads [T, D]). The stream has the same bits either way.
     """
     if how == "hf":
         stream = residual + x
         return stream, stream
-    total = wide(x) + wide(residual)
-    return total.to(x.dtype), total
+    unsummed = Unsummed(residual, x)
+    total = unsummed.sum()
+    return total.to(x.dtype), unsummed if how == "kernel" else total
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, how: str) -> Tensor:
+def rms_norm(x: Tensor | Unsummed, weight: Tensor, eps: float, how: str) -> Tensor:
     """RMSNorm over the last axis.
 
     Args: x: [..., D], storage dtype or wider. weight: [D]. how: "hf" rounds, then multiplies by the weight in the
-    storage dtype; "sglang" multiplies in float32 and rounds once.
+    storage dtype; "sglang" multiplies in float32 and rounds once; "kernel" is SGLang's kernel, which reads no float32.
     Returns: [..., D] in the weight's dtype.
     """
+    if isinstance(x, Unsummed):
+        if how == "kernel":
+            return kernels.fused_add_rms_norm(x.x, x.residual, weight, eps)
+        x = x.sum()
+    elif how == "kernel" and x.dtype == weight.dtype:
+        return kernels.rms_norm(x, weight, eps)
     h = wide(x)
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
     return weight * h.to(weight.dtype) if how == "hf" else (h * weight).to(weight.dtype)
@@ -115,9 +139,12 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor, how: str) -> Tensor:
     """Attention of one picture over itself.
 
     Args: q, k, v: [P, H, h]. how: "hf" is SDPA without a mask, which on a CPU is a flash kernel; "eager" is
-    Transformers' own; "sglang" is SDPA with a boolean mask of ones, for which torch takes its math kernel.
+    Transformers' own; "sglang" is SDPA with a boolean mask of ones, for which torch takes its math kernel; "kernel" is
+    Triton.
     Returns: [P, H * h].
     """
+    if how == "kernel":
+        return kernels.full_attention(q, k, v)
     scale = q.shape[-1] ** -0.5
     if how == "sglang":
         q, k, v = (t.contiguous().unsqueeze(0).transpose(1, 2) for t in (q, k, v))
@@ -133,9 +160,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, how: str) -> Tensor:
     """Attention of the last T of S tokens over all of them.
 
     Args: q: [1, H, T, h]. k, v: [1, K, S, h]; T == S, or T == 1. how: "hf" and "sglang" are SDPA on differently laid
-    out memory; "eager" is Transformers' own.
+    out memory; "eager" is Transformers' own; "kernel" is Triton in a prefill, and "sglang" in a decode step.
     Returns: [T, H * h].
     """
+    if how == "kernel" and q.shape[2] == k.shape[2]:
+        return kernels.causal_attention(q, k, v)
     scale, tokens = q.shape[-1] ** -0.5, q.shape[2]
     if how == "eager":
         mask = torch.zeros(tokens, k.shape[2], dtype=q.dtype, device=q.device)
@@ -144,7 +173,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, how: str) -> Tensor:
             mask = mask.masked_fill(above, torch.finfo(q.dtype).min)
         out = _eager(q, k, v, mask, scale)
     else:
-        if how == "sglang":  # one token after the other in memory, as its cache holds them
+        if how != "hf":  # one token after the other in memory, as its cache holds them
             q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=tokens > 1, scale=scale, enable_gqa=grouped)
@@ -198,8 +227,13 @@ def rotate_vision(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _turn(wide(x), wide(cos)[:, None], wide(sin)[:, None]).to(x.dtype)
 
 
-def rotate_text(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate in the storage dtype. Args: x: [T, H, h]. cos, sin: [T, h / 2]. Returns: [T, H, h]."""
+def rotate_text(x: Tensor, cos: Tensor, sin: Tensor, how: str) -> Tensor:
+    """Rotate in the storage dtype.
+
+    Args: x: [T, H, h]. cos, sin: [T, h / 2]. how: all but "kernel", which is Triton, are the same. Returns: [T, H, h].
+    """
+    if how == "kernel":
+        return kernels.rotate(x, cos, sin)
     return _turn(x, cos[:, None], sin[:, None])
 
 

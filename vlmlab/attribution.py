@@ -25,6 +25,7 @@ from vlmlab.causes import Cause, Plan, causes_of, hf_plan, sglang_plan
 from vlmlab.compare import check_comparable
 from vlmlab.errors import VlmlabError
 from vlmlab.hybrid import Hybrid
+from vlmlab.kernels import available
 from vlmlab.metrics import rel_l2_error
 from vlmlab.replay import Asked, Closure, asked_of, closure, differing, run_plan, save_difference
 from vlmlab.trace import Trace
@@ -93,7 +94,8 @@ class CauseEffect:
 class Attribution:
     """The causes of one part. end: hook point where distances are taken. total: distance between Transformers and
     SGLang. explained: what all live causes together take off. interaction: what the shares hold beyond the effects
-    alone. plans: how many were computed. flipped: tokens whose experts differ somewhere, which are left out."""
+    alone. plans: combinations of live causes computed. flipped: tokens for which any of the plans chose other experts
+    somewhere; they are left out of every distance."""
 
     part: str
     end: str
@@ -126,53 +128,63 @@ def _distance(a: Tensor, b: Tensor, without: Tensor | None = None) -> float:
     return errors.square().mean().sqrt().item() if len(errors) else math.nan
 
 
-def attribute(hybrid: Hybrid, asked: Asked, part: str, start: Plan, say: Callable[[str], None] = print) -> Attribution:
+def attribute(
+    hybrid: Hybrid, asked: Asked, part: str, start: Plan, goal: Plan, say: Callable[[str], None] = print
+) -> Attribution:
     """Every cause of a part on one input.
 
-    Args: hybrid: in the engines' dtype. asked: input. part: "vision" or "language". start: Transformers' plan. say:
-    called with one line per phase.
+    Args: hybrid: in the engines' dtype. asked: input. part: "vision" or "language". start: Transformers' plan. goal:
+    SGLang's. say: called with one line per phase.
     Returns: Attribution. Raises: VlmlabError: the input has no such part.
     """
-    end, causes, goal = part_end(hybrid, part), causes_of(hybrid.family, part), sglang_plan()
+    end, causes = part_end(hybrid, part), causes_of(hybrid.family, part)
     base = run_plan(hybrid, asked, start, part)
     target = run_plan(hybrid, asked, goal, part)
     if end not in base:
         raise VlmlabError(f"no evidence: the input has no {part} part")
+    hookpoints = [name for name in base if not name.endswith(".experts")]
     flipped = flipped_tokens(base, target)
-    total = _distance(base[end], target[end], flipped)
+
+    def run(plan: Plan) -> dict[str, Tensor]:
+        """A plan's states; tokens it routes differently are left out of every distance."""
+        nonlocal flipped
+        states = run_plan(hybrid, asked, plan, part)
+        flips = flipped_tokens(base, states)
+        flipped = flips if flipped is None or flips is None else flipped | flips
+        return states
+
     say(f"{part}: {len(causes)} causes one at a time")
-    alone, live = {}, []
+    ends, changed, live = {frozenset[str](): base[end]}, {}, []
     for cause in causes:
-        on = run_plan(hybrid, asked, start.switched(cause.name, "sglang"), part)
-        changed = [name for name in base if differing(on[name], base[name])]
-        distance = _distance(base[end], on[end], flipped)
-        closer = total - _distance(on[end], target[end], flipped)
-        alone[cause.name] = Alone(len(changed), next(iter(changed), None), distance, closer)
-        off = run_plan(hybrid, asked, goal.switched(cause.name, start.how(cause.name)), part)
-        if changed or any(differing(off[name], target[name]) for name in target):
+        on = run(start.switched(cause.name, goal.how(cause.name)))
+        ends[frozenset({cause.name})] = on[end]
+        changed[cause.name] = [name for name in hookpoints if differing(on[name], base[name])]
+        off = run(goal.switched(cause.name, start.how(cause.name)))
+        if changed[cause.name] or any(differing(off[name], target[name]) for name in hookpoints):
             live.append(cause)
     say(f"{part}: {2 ** len(live)} combinations of {len(live)} live causes")
-    worth = {frozenset[str](): 0.0} | {frozenset({cause.name}): alone[cause.name].closer for cause in live}
     for chosen in _larger_subsets(live):
         plan = start
         for cause in chosen:
-            plan = plan.switched(cause.name, "sglang")
-        worth[frozenset(c.name for c in chosen)] = total - _distance(
-            run_plan(hybrid, asked, plan, part)[end], target[end], flipped
-        )
+            plan = plan.switched(cause.name, goal.how(cause.name))
+        ends[frozenset(c.name for c in chosen)] = run(plan)[end]
+    total = _distance(base[end], target[end], flipped)
+    worth = {chosen: total - _distance(state, target[end], flipped) for chosen, state in ends.items()}
     names = [cause.name for cause in live]
     shares = _shapley(names, worth)
     effects = []
     for cause in causes:
-        name, is_live = cause.name, cause in live
-        acts = None if is_live else control(hybrid, asked, cause)
-        left_out = total - worth[frozenset(names) - {name}] if is_live else None
+        name, is_live, only = cause.name, cause in live, frozenset({cause.name})
+        acts = None if is_live else control(hybrid, asked, cause, goal)
+        left_out = total - worth[frozenset(names) - only] if is_live else None
         cumulative = total - worth[frozenset(names[: names.index(name) + 1])] if is_live else None
-        effects.append(CauseEffect(name, part, is_live, acts, shares.get(name, 0.0), alone[name], left_out, cumulative))
+        distance = _distance(base[end], ends[only], flipped)
+        alone = Alone(len(changed[name]), next(iter(changed[name]), None), distance, worth[only])
+        effects.append(CauseEffect(name, part, is_live, acts, shares.get(name, 0.0), alone, left_out, cumulative))
     explained = worth[frozenset(names)]
-    interaction = explained - sum(alone[name].closer for name in names)
+    interaction = explained - sum(worth[frozenset({name})] for name in names)
     left = int(flipped.sum()) if flipped is not None else 0
-    return Attribution(part, end, total, explained, interaction, len(worth), left, tuple(effects))
+    return Attribution(part, end, total, explained, interaction, 2 ** len(live), left, tuple(effects))
 
 
 def _larger_subsets(causes: Sequence[Cause]) -> Iterator[tuple[Cause, ...]]:
@@ -198,7 +210,7 @@ def _shapley(names: Sequence[str], worth: Mapping[frozenset[str], float]) -> dic
 
 
 class _Nudging:
-    """arithmetic, with one argument of one function moved by one unit in the last place where SGLang's way is taken."""
+    """arithmetic, with one argument of one function moved by one unit in the last place where the way is not HF's."""
 
     def __init__(self, function: str, way: str, argument: str) -> None:
         self._function, self._way, self._argument = function, way, argument
@@ -211,7 +223,7 @@ class _Nudging:
 
         def nudging(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
-            if bound.arguments[self._way] == "sglang":
+            if bound.arguments[self._way] != "hf":
                 bound.arguments[self._argument] = _moved(bound.arguments[self._argument])
             return function(*bound.args, **bound.kwargs)
 
@@ -225,14 +237,14 @@ def _moved(value: Any) -> Any:
     return [_moved(part) for part in value] if isinstance(value, list) else value * (1 + 2**-7)
 
 
-def control(hybrid: Hybrid, asked: Asked, cause: Cause) -> bool:
+def control(hybrid: Hybrid, asked: Asked, cause: Cause, goal: Plan) -> bool:
     """Whether SGLang's way of a cause is really taken and really computes.
 
     What the step reads is moved by one unit in the last place, in calls that go SGLang's way only: that must show.
 
-    Args: hybrid, asked: as in attribute. cause: any. Returns: whether any hook point's bits changed.
+    Args: hybrid, asked, goal: as in attribute. cause: any. Returns: whether any hook point's bits changed.
     """
-    plan = hf_plan().switched(cause.name, "sglang")
+    plan = hf_plan().switched(cause.name, goal.how(cause.name))
     before = run_plan(hybrid, asked, plan, cause.part)
     kept, eps = hybrid.by, hybrid.eps
     try:
@@ -292,13 +304,15 @@ def closer_to_truth(
 class Explanation:
     """Everything about one pair of traces.
 
-    Attributes: verdicts: by engine. closures: by engine, the whole forward pass against the trace. attributions: by
-    part. nearness: streams of both parts. near_tie: whether the two likeliest next tokens of an engine lie within one
-    unit in the last place. next_tokens: by engine.
+    Attributes: verdicts: by engine. closures: by engine, the whole forward pass against the trace. kernels: causes for
+    which SGLang's way is its own kernel here, and which; all others are plain torch. attributions: by part. nearness:
+    streams of both parts. near_tie: whether the two likeliest next tokens of an engine lie within one unit in the last
+    place. next_tokens: by engine.
     """
 
     verdicts: Mapping[str, Verdict]
     closures: Mapping[str, Closure]
+    kernels: Mapping[str, str]
     attributions: tuple[Attribution, ...]
     nearness: tuple[Nearness, ...]
     near_tie: Mapping[str, bool]
@@ -325,6 +339,7 @@ class Explanation:
             "first_outside": None if first is None else {"engine": first[0], **_finite(asdict(first[1]))},
             "closure": {e: {"tensors_equal": c.equal, "tensors_total": c.total} for e, c in self.closures.items()},
             "remainder": {"tensors": sum(unexplained), "elements": sum(c.elements for c in self.closures.values())},
+            "kernels": dict(self.kernels),
             "causes": [_finite(asdict(effect)) for part in self.attributions for effect in part.effects],
             "closer_to_truth": [_finite(asdict(row)) for row in self.nearness],
             "parts": [_finite({k: v for k, v in asdict(a).items() if k != "effects"}) for a in self.attributions],
@@ -371,7 +386,8 @@ def explain(
     Returns: Explanation. Raises: VlmlabError: different weights or inputs, or nothing to compare.
     """
     check_comparable(hf, sglang)
-    start, goal = hf_plan(hf.info.attention), sglang_plan()
+    kernels = available(hybrid.device, sglang.info.flags)
+    start, goal = hf_plan(hf.info.attention), sglang_plan(kernels)
     verdicts, closures = {}, {}
     for trace, plan in ((hf, start), (sglang, goal)):
         engine, asked = trace.info.engine, asked_of(hybrid, trace, hf)
@@ -384,13 +400,14 @@ def explain(
             save_difference(unexplained / f"unexplained-{engine}.safetensors", hybrid, trace, states, missed)
     theirs = states  # what was computed last: SGLang's pass, on SGLang's input
     parts = PARTS if asked.pixels is not None else ("language",)
-    attributions = tuple(attribute(hybrid, asked, part, start, say) for part in parts)
+    attributions = tuple(attribute(hybrid, asked, part, start, goal, say) for part in parts)
     say("float64: the truth")
     truth, ours = (run_plan(h, asked, start) for h in (exact, hybrid))
     names = [name for name in truth if name.endswith("resid_post") or name in ("vision.merger", "final_norm", "logits")]
     return Explanation(
         verdicts,
         closures,
+        kernels,
         attributions,
         closer_to_truth(truth, ours, theirs, names),
         {trace.info.engine: near_tie(trace["logits"]) for trace in (hf, sglang)},

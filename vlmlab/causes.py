@@ -43,7 +43,8 @@ class Cause:
 class Plan:
     """Which way every step goes.
 
-    Attributes: default: the way of causes not named, "hf" or "sglang". choices: cause to a way, or one way per layer.
+    Attributes: default: the way of causes not named, "hf" or "sglang". choices: cause to a way, or one way per layer;
+    "kernel" is SGLang's own CUDA kernel in the place of the formula.
     """
 
     default: str
@@ -57,7 +58,7 @@ class Plan:
     def switched(self, cause: str, way: str, layers: Iterable[int] | None = None, depth: int = 0) -> "Plan":
         """This plan with one cause computed another way.
 
-        Args: cause: name. way: "hf", "sglang" or another. layers: only there, of `depth`; None: everywhere.
+        Args: cause: name. way: "hf", "sglang", "eager" or "kernel". layers: only there, of `depth`; None: everywhere.
         """
         if layers is None:
             return Plan(self.default, {**self.choices, cause: way})
@@ -80,9 +81,9 @@ def hf_plan(attention: str = "sdpa") -> Plan:
     return Plan("hf", {"vit_attention": "eager", "attention": "eager"} if attention == "eager" else {})
 
 
-def sglang_plan() -> Plan:
-    """Everything as SGLang does it."""
-    return Plan("sglang")
+def sglang_plan(kernels: Iterable[str] = ()) -> Plan:
+    """Everything as SGLang does it. Args: kernels: causes computed by its own kernel, see kernels.available."""
+    return Plan("sglang", dict.fromkeys(kernels, "kernel"))
 
 
 _HF = "transformers@5.19.0: "

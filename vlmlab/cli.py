@@ -212,6 +212,8 @@ def _print_explanation(explanation: "Explanation") -> None:
                     f"truth at {name}: hf errs {row.hf:.3e}, sglang {row.sglang:.3e}; closer: {row.closer}, "
                     f"sglang at {row.sglang_share:.0%} of tokens; {row.flipped} routed differently are left out"
                 )
+    for cause, kernel in explanation.kernels.items():
+        print(f"kernel: {cause} by {kernel}")
     for engine, closed in explanation.closures.items():
         equal = f"{closed.equal} of {closed.total} tensors bit-equal, {closed.elements} elements differ"
         kept = f"; first {closed.first}, kept in unexplained-{engine}.safetensors" if closed.first else ""

@@ -128,7 +128,7 @@ def _stacked(draw: Draw, how: str, widths: tuple[int, ...]) -> Tensor:
 
 def _rotary(draw: Draw, how: str) -> Tensor:
     x = draw(64, 4, 32)
-    return by.rotate_text(x, *by.rotary_table(torch.arange(0, 4096, 64), 32, 1e6, x.dtype, how))
+    return by.rotate_text(x, *by.rotary_table(torch.arange(0, 4096, 64), 32, 1e6, x.dtype, how), how)
 
 
 def _attention(draw: Draw, how: str) -> Tensor:

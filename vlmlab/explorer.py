@@ -15,6 +15,7 @@ from torch import Tensor
 from vlmlab.causes import Plan, causes_of, hf_plan, sglang_plan
 from vlmlab.errors import VlmlabError
 from vlmlab.hybrid import Hybrid
+from vlmlab.kernels import available
 from vlmlab.metrics import cosine_similarity, rel_l2_error
 from vlmlab.replay import asked_of, closure, run_plan
 from vlmlab.trace import Trace
@@ -57,8 +58,9 @@ class Explorer:
         self._asked = asked_of(hybrid, sglang, hf)
         self.parts = ("vision", "language") if self._asked.pixels is not None else ("language",)
         self.depths = {"vision": hybrid.vision_depth, "language": hybrid.depth}
-        self._start = hf_plan(hf.info.attention)
-        self._goal = Trace(sglang.info, dict(sglang.tensors))  # in memory
+        self._kernels = available(hybrid.device, sglang.info.flags)
+        self._start, self._goal = hf_plan(hf.info.attention), sglang_plan(self._kernels)
+        self._sglang = Trace(sglang.info, dict(sglang.tensors))  # in memory
         self._baselines: dict[tuple[str, str], dict[str, Tensor]] = {}
         self._envelopes: dict[tuple[str, str, str], pd.Series] = {}
         self._runs: OrderedDict[tuple, tuple[dict[str, Tensor], int, int]] = OrderedDict()
@@ -73,7 +75,7 @@ class Explorer:
         for cause in causes_of(self.hybrid.family):
             if cause.name in switched:
                 layers = switched[cause.name] if cause.layered else None
-                plan = plan.switched(cause.name, "sglang", layers, self.depths[cause.part])
+                plan = plan.switched(cause.name, self._goal.how(cause.name), layers, self.depths[cause.part])
         return plan
 
     def curve(self, part: str, plan: Plan, baseline: str, metric: str) -> Curve:
@@ -111,7 +113,7 @@ class Explorer:
         key = (part, plan.key(causes_of(self.hybrid.family, part)))
         if key not in self._runs:
             states = run_plan(self.hybrid, self._asked, plan, part)
-            closed = closure(self._goal, states)
+            closed = closure(self._sglang, states)
             kept = {name: state for name, state in states.items() if is_stream(name)}
             self._runs[key] = kept, closed.total - closed.equal, closed.total
             while len(self._runs) > 16:
@@ -125,7 +127,7 @@ class Explorer:
                 states = run_plan(self._exact, self._asked, self._start, part)
                 states = {name: state for name, state in states.items() if is_stream(name)}
             else:
-                states, _, _ = self._run(part, self._start if baseline == "hf" else sglang_plan())
+                states, _, _ = self._run(part, self._start if baseline == "hf" else self._goal)
             self._baselines[part, baseline] = states
         return self._baselines[part, baseline]
 
@@ -135,7 +137,7 @@ class Explorer:
         if key not in self._envelopes:
             against = self._baseline(part, baseline)
             worst: dict[str, float] = {}
-            for plan in legal_plans():
+            for plan in legal_plans(self._kernels):
                 for name, state in self._run(part, plan)[0].items():
                     value = METRICS[metric](against[name], state).max().item()
                     worst[name] = max(value, worst.get(name, 0.0))

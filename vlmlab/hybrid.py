@@ -23,8 +23,10 @@ from vlmlab import arithmetic
 from vlmlab.causes import Plan
 from vlmlab.checkpoint import Checkpoint
 from vlmlab.errors import VlmlabError
+from vlmlab.machine import has_cuda
 
 Record = Callable[[str, Tensor], None]
+Read = Tensor | arithmetic.Unsummed  # what a norm reads
 
 
 def _ignore(name: str, tensor: Tensor) -> None:
@@ -57,13 +59,15 @@ class Seen:
 class Hybrid:
     """A checkpoint's weights, loaded once, and the forward over them.
 
-    Args: checkpoint: of a supported family. dtype: compute dtype; None for the checkpoint's own. device: where.
+    Args: checkpoint: of a supported family. dtype: compute dtype; None for the checkpoint's own. device: "cuda" or
+    "cpu", None for what is here.
     Attributes: family, depth, vision_depth, deepstack_layers.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None, device: str = "cpu") -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None, device: str | None = None) -> None:
         config = checkpoint.config
-        self.checkpoint, self.family, self.device = checkpoint, checkpoint.family, device
+        self.checkpoint, self.family = checkpoint, checkpoint.family
+        self.device = device or ("cuda" if has_cuda() else "cpu")
         self.by: Any = arithmetic  # the steps; a control puts something in between
         self.dtype = dtype or getattr(torch, checkpoint.dtype)
         text = config.get("text_config") or config
@@ -161,7 +165,7 @@ class Hybrid:
         places = torch.stack([axis.reshape(blocks).transpose(1, 2).flatten() for axis in (row, column)], 1)
         dim = self.vision_width // self.vision_heads // 2
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        stored = wide if self.qwen2 else self.dtype  # of SGLang's table
+        stored = wide if self.qwen2 or self.device.startswith("cuda") else self.dtype  # of SGLang's table
         tables = {}
         for how, dtype in (("hf", wide), ("sglang", stored)):
             cos, sin = self.by.rotary_table(places.to(self.device), dim, self.vision_theta, dtype, how)
@@ -210,7 +214,7 @@ class Hybrid:
         """Token embeddings, image features in their places. Args: input_ids: [T]. Returns: [T, D]."""
         x = F.embedding(input_ids.to(self.device), self._weight("model.embed_tokens"))
         if seen is not None:
-            x[self.image_rows(input_ids)] = seen.features.to(x.dtype)
+            x[self.image_rows(input_ids)] = seen.features.to(x)
         return x
 
     def image_rows(self, input_ids: Tensor) -> Tensor:
@@ -279,7 +283,7 @@ class Hybrid:
         record("logits", logits)
         return logits
 
-    def add(self, residual: Tensor, pending: Tensor | None, i: int, plan: Plan) -> tuple[Tensor, Tensor]:
+    def add(self, residual: Tensor, pending: Tensor | None, i: int, plan: Plan) -> tuple[Tensor, Read]:
         """Residual sum before a norm of layer `i`. Returns: stream [T, D], what the norm reads [T, D]."""
         if pending is None:
             return residual, residual
@@ -289,7 +293,7 @@ class Hybrid:
         self, i: int, residual: Tensor, x: Tensor, features: Tensor, rows: Tensor, plan: Plan
     ) -> tuple[Tensor, Tensor | None]:
         """See arithmetic.deepstack_sum."""
-        return self.by.deepstack_sum(residual, x, features.to(x.dtype), rows, plan.how("deepstack_order", i))
+        return self.by.deepstack_sum(residual, x, features.to(x), rows, plan.how("deepstack_order", i))
 
     def text_rotary(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Cosine and sine, [T, h / 2] each, for every way of making them. Args: positions: [3, T]."""
@@ -298,10 +302,10 @@ class Hybrid:
             axes = self.by.rotary_table(positions.to(self.device), self.head_dim, self.theta, self.dtype, how)
             cos, sin = (self.by.mix_positions(axis, self.section, interleaved=not self.qwen2) for axis in axes)
             tables[how] = cos, sin
-        return tables
+        return tables | {"kernel": tables["sglang"]}
 
     def attention(
-        self, i: int, read: Tensor, rotary: dict[str, tuple[Tensor, Tensor]], plan: Plan, cache: Cache
+        self, i: int, read: Read, rotary: dict[str, tuple[Tensor, Tensor]], plan: Plan, cache: Cache
     ) -> Tensor:
         """Attention half of a layer, its norm included. Args: read: [T, D] of `add`. Returns: [T, D]."""
         layer = f"model.layers.{i}"
@@ -309,18 +313,18 @@ class Hybrid:
         names = [f"{layer}.self_attn.{name}_proj" for name in "qkv"]
         biases = [self.weights[f"{name}.bias"] for name in names] if self.qwen2 else None
         parts = self.by.stacked_linear(normed, [self._weight(n) for n in names], biases, plan.how("qkv_linear", i))
-        q, k, v = (part.reshape(len(read), -1, self.head_dim) for part in parts)
+        q, k, v = (part.reshape(len(normed), -1, self.head_dim) for part in parts)
         if not self.qwen2:
             how = plan.how("qk_norm", i)
             q = self.by.rms_norm(q, self._weight(f"{layer}.self_attn.q_norm"), self.eps, how)
             k = self.by.rms_norm(k, self._weight(f"{layer}.self_attn.k_norm"), self.eps, how)
-        cos, sin = rotary[plan.how("rotary", i)]
-        q, k = self.by.rotate_text(q, cos, sin), self.by.rotate_text(k, cos, sin)
+        how = plan.how("rotary", i)
+        q, k = (self.by.rotate_text(x, *rotary[how], how) for x in (q, k))
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
         k, v = cache.append(i, k, v)
         return self._linear(self.by.causal_attention(q, k, v, plan.how("attention", i)), f"{layer}.self_attn.o_proj")
 
-    def mlp(self, i: int, read: Tensor, plan: Plan, chosen: Tensor | None = None) -> Tensor:
+    def mlp(self, i: int, read: Read, plan: Plan, chosen: Tensor | None = None) -> Tensor:
         """MLP half of a layer, its norm included.
 
         Args: read: [T, D] of `add`. chosen: [T, experts per token] experts to use; None: the router's choice.
@@ -341,7 +345,7 @@ class Hybrid:
         """Whether the decoder has experts."""
         return self.experts_per_token > 0
 
-    def router_logits(self, i: int, read: Tensor, plan: Plan) -> Tensor:
+    def router_logits(self, i: int, read: Read, plan: Plan) -> Tensor:
         """What the router of a layer says. Args: read: [T, D] of `add`. Returns: [T, X]."""
         norm = self._weight(f"model.layers.{i}.post_attention_layernorm")
         normed = self.by.rms_norm(read, norm, self.eps, plan.how("rms_norm", i))
@@ -362,7 +366,7 @@ class Hybrid:
                 start += count
         return self.by.combine(outputs.view(*chosen.shape, -1), weights, plan.how("expert_combine", i))
 
-    def final_norm(self, read: Tensor, plan: Plan) -> Tensor:
+    def final_norm(self, read: Read, plan: Plan) -> Tensor:
         """[T, D] of `add` to [T, D]."""
         return self.by.rms_norm(read, self._weight("model.norm"), self.eps, plan.how("rms_norm", self.depth))
 

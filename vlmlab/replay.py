@@ -20,7 +20,7 @@ from torch import Tensor
 from vlmlab.causes import Plan
 from vlmlab.errors import VlmlabError
 from vlmlab.hookpoints import block_of
-from vlmlab.hybrid import Cache, Hybrid, Seen
+from vlmlab.hybrid import Cache, Hybrid, Read, Seen
 from vlmlab.metrics import bit_patterns
 from vlmlab.trace import Trace, disk_errors
 
@@ -68,7 +68,7 @@ def run_plan(hybrid: Hybrid, asked: Asked, plan: Plan, part: str | None = None) 
     """The forward pass.
 
     Args: hybrid: weights. asked: input. plan: how. part: "vision", "language" or None for both.
-    Returns: hook point to [T, D] tensor.
+    Returns: hook point to [T, D] tensor on the CPU.
     """
     states: dict[str, Tensor] = {}
     if part != "language" and asked.pixels is not None and asked.grid_thw is not None:
@@ -76,7 +76,7 @@ def run_plan(hybrid: Hybrid, asked: Asked, plan: Plan, part: str | None = None) 
     if part != "vision":
         seen = _cast(asked.seen, hybrid.dtype)
         hybrid.language(asked.input_ids, asked.positions, plan, seen, record=states.__setitem__)
-    return states
+    return {name: state.cpu() for name, state in states.items()}
 
 
 def _cast(seen: Seen | None, dtype: torch.dtype) -> Seen | None:
@@ -166,7 +166,7 @@ def local_states(
 
     Args: hybrid: weights and dtype. trace: captured. asked: its input. plan: how. cache: keys and values of earlier
     tokens, for a decode step; extended.
-    Returns: hook point to [T, D]; operations whose input was not captured are left out.
+    Returns: hook point to [T, D] on the CPU; operations whose input was not captured are left out.
     """
     states: dict[str, Tensor] = {}
 
@@ -205,7 +205,7 @@ def local_states(
     rows, text_rotary = hybrid.image_rows(asked.input_ids), hybrid.text_rotary(asked.positions)
     cache = Cache() if cache is None else cache
     states["layers.0.resid_pre"] = hybrid.embed(asked.input_ids, seen)
-    read = got("layers.0.resid_pre") if has("layers.0.resid_pre") else None  # what the next norm reads
+    read: Read | None = got("layers.0.resid_pre") if has("layers.0.resid_pre") else None  # by the next norm
     for i in range(hybrid.depth):
         before, attn_out, middle, mlp_out, after = (
             f"layers.{i}.{half}" for half in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
@@ -228,4 +228,4 @@ def local_states(
         states["final_norm"] = hybrid.final_norm(read, plan)
     if has("final_norm"):
         states["logits"] = hybrid.logits(got("final_norm"), plan)
-    return {name: state for name, state in states.items() if name in trace}
+    return {name: state.cpu() for name, state in states.items() if name in trace}

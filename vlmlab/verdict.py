@@ -10,7 +10,7 @@ that was there before it. A target beyond that, by more than the margins, is a b
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from vlmlab.causes import Plan, hf_plan, sglang_plan
 from vlmlab.hookpoints import block_of
 from vlmlab.hybrid import Cache, Hybrid
+from vlmlab.kernels import available
 from vlmlab.metrics import ulp_diff
 from vlmlab.replay import Asked, differing, local_states
 from vlmlab.trace import Trace
@@ -45,11 +46,15 @@ OPERATIONS = {
 Alternatives = list[tuple[Tensor, Tensor]]  # rows [T] bool, what could stand there instead [rows, D]
 
 
-def legal_plans() -> tuple[Plan, ...]:
-    """The ensemble: each engine's own way, and mixtures of what is live in norms and residual sums."""
+def legal_plans(kernels: Iterable[str] = ()) -> tuple[Plan, ...]:
+    """The ensemble: each engine's own way, and mixtures of what is live in norms and residual sums.
+
+    Args: kernels: causes that SGLang computed with a kernel of its own, which is then legal, too.
+    """
     hf, sglang = hf_plan(), sglang_plan()
     mixed = (hf.switched("rms_norm", "sglang"), hf.switched("residual_sum", "sglang"))
-    return (hf, hf_plan("eager"), sglang, *mixed)
+    own = (sglang_plan(kernels),) if kernels else ()
+    return (hf, hf_plan("eager"), sglang, *mixed, *own)
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,7 @@ def judge_steps(hybrid: Hybrid, exact: Hybrid, steps: Sequence[tuple[Trace, Aske
     Args: hybrid, exact: as in judge. steps: (trace, its input) of the prefill and of each decode step, in order.
     Returns: one Verdict per step.
     """
-    exact_cache, plans = Cache(), legal_plans()
+    exact_cache, plans = Cache(), legal_plans(available(hybrid.device, steps[0][0].info.flags) if steps else ())
     caches = [Cache() for _ in plans]
     verdicts = []
     for trace, asked in steps:
@@ -196,7 +201,7 @@ def _router_ties(exact: Hybrid, trace: Trace) -> dict[str, Alternatives]:
             continue
         plan, count = hf_plan(), exact.experts_per_token
         before, attn_out = (trace[name].to(exact.device, exact.dtype) for name in halves)
-        _, read = exact.add(before, attn_out, i, plan)
+        read, _ = exact.add(before, attn_out, i, plan)
         logits = exact.router_logits(i, read, plan)
         best, order = logits.topk(min(count + 2, logits.shape[1]), dim=-1)
         for drop, take in itertools.product(range(max(0, count - 2), count), range(count, best.shape[1])):
@@ -204,6 +209,6 @@ def _router_ties(exact: Hybrid, trace: Trace) -> dict[str, Alternatives]:
             if rows.any():
                 chosen = order[rows, :count].clone()
                 chosen[:, drop] = order[rows, take]
-                outcome = rows, exact.mlp(i, read[rows], plan, chosen)
+                outcome = rows.cpu(), exact.mlp(i, read[rows], plan, chosen).cpu()
                 ties.setdefault(f"layers.{i}.mlp_out", []).append(outcome)
     return ties
