@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import os
+import shutil
 
 import numpy as np
 import pytest
@@ -131,6 +133,26 @@ def small_traces(hf_engines, sglang_engine, ask, tmp_path_factory):
     folder, inputs = tmp_path_factory.mktemp("small"), ask("qwen2_vl", (8, 10), seed=34)
     hf = hf_engines("qwen2_vl").capture(inputs, folder / "hf")
     return hf, sglang_engine.capture(inputs, folder / "sglang", vision_output(hf))
+
+
+CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
+
+
+@pytest.fixture
+def browser():
+    """A headless Chromium. Without one: a skip on a developer's machine, a failure in CI, which sets CI."""
+    if CHROMIUM is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(
+            "NO CHROMIUM HERE: reports and dashboard are not tested in a browser (Debian: apt install chromium)"
+        )
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        try:
+            yield started
+        finally:
+            started.close()
 
 
 @pytest.fixture

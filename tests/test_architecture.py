@@ -13,9 +13,11 @@ HEAVY = ("transformers", "sglang", "ipywidgets", "matplotlib", "plotly", "altair
 SOLE_IMPORTERS = {
     "sglang": "sglang_worker",
     "ipywidgets": "dashboard",
-    "papermill": "report",
-    "nbconvert": "report",
+    "papermill": "notebooks",
+    "nbconvert": "notebooks",
     "matplotlib": "plots",
+    "altair": "charts",
+    "vl_convert": "charts",
 }
 
 

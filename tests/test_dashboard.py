@@ -20,7 +20,6 @@ from vlmlab.hybrid import Hybrid
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 ROOT = Path(__file__).parent.parent
-CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
 
 
 @pytest.fixture(scope="module")
@@ -136,56 +135,48 @@ def lab(tmp_path, store):
             process.wait(30)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian: apt install chromium)")
 @pytest.mark.timeout(600)
-def test_the_dashboard_answers_to_clicks_in_jupyterlab(lab, traces):
-    from playwright.sync_api import TimeoutError, expect, sync_playwright
+def test_the_dashboard_answers_to_clicks_in_jupyterlab(lab, traces, browser):
+    from playwright.sync_api import TimeoutError, expect
 
     address, token = lab
     screenshot = ROOT / ".cache" / "dashboard.png"
     screenshot.parent.mkdir(exist_ok=True)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+    page = browser.new_page(viewport={"width": 1400, "height": 2400})
+    page.goto(f"{address}/lab/tree/04_which_cause_explains_it.ipynb?token={token}")
+    page.locator(".jp-Notebook .jp-CodeCell").first.wait_for(timeout=120_000)
+    page.locator(".jp-StatusBar-TextItem", has_text="Idle").first.wait_for(timeout=120_000)
+    started = page.locator(".jp-InputArea-prompt", has_text=re.compile(r"\[(\*|\d+)\]"))
+    for _ in range(3):  # a kernel that is still connecting can drop the command
+        page.locator(".lm-MenuBar-itemLabel", has_text=re.compile("^Run$")).click()
+        page.locator(".lm-Menu-itemLabel", has_text=re.compile("^Run All Cells$")).click()
         try:
-            page = browser.new_page(viewport={"width": 1400, "height": 2400})
-            page.goto(f"{address}/lab/tree/04_which_cause_explains_it.ipynb?token={token}")
-            page.locator(".jp-Notebook .jp-CodeCell").first.wait_for(timeout=120_000)
-            page.locator(".jp-StatusBar-TextItem", has_text="Idle").first.wait_for(timeout=120_000)
-            started = page.locator(".jp-InputArea-prompt", has_text=re.compile(r"\[(\*|\d+)\]"))
-            for _ in range(3):  # a kernel that is still connecting can drop the command
-                page.locator(".lm-MenuBar-itemLabel", has_text=re.compile("^Run$")).click()
-                page.locator(".lm-Menu-itemLabel", has_text=re.compile("^Run All Cells$")).click()
-                try:
-                    started.first.wait_for(timeout=20_000)
-                    break
-                except TimeoutError:
-                    continue
-            toggle = page.get_by_role("button", name="rms_norm", exact=True)
-            toggle.wait_for(timeout=400_000)
-            toggle.scroll_into_view_if_needed()
-            status = page.get_by_text("not yet SGLang's bits")
-            expect(status).to_contain_text("language model 114 of 115")
-            figures = page.locator(".jp-OutputArea-output img.widget-image")
+            started.first.wait_for(timeout=20_000)
+            break
+        except TimeoutError:
+            continue
+    toggle = page.get_by_role("button", name="rms_norm", exact=True)
+    toggle.wait_for(timeout=400_000)
+    toggle.scroll_into_view_if_needed()
+    status = page.get_by_text("not yet SGLang's bits")
+    expect(status).to_contain_text("language model 114 of 115")
+    figures = page.locator(".jp-OutputArea-output img.widget-image")
 
-            def sources():
-                return [figures.nth(i).get_attribute("src") for i in range(figures.count())]
+    def sources():
+        return [figures.nth(i).get_attribute("src") for i in range(figures.count())]
 
-            before = sources()
-            assert len(before) == 3
-            toggle.click()
-            expect(status).to_contain_text("language model 112 of 115", timeout=30_000)
-            expect(page.get_by_role("cell", name="layers.27.resid_post")).to_have_count(1)
-            toggled = sources()
-            assert toggled[1] != before[1] and toggled[0] == before[0]
-            handle = page.locator(".noUi-handle-lower").nth(1)
-            handle.focus()
-            handle.press("ArrowRight")
-            page.wait_for_function(
-                "old => document.querySelectorAll('img.widget-image')[1].src !== old", arg=toggled[1]
-            )
-            toggle.scroll_into_view_if_needed()
-            page.screenshot(path=screenshot)
-            assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
-        finally:
-            browser.close()
+    before = sources()
+    assert len(before) == 3
+    toggle.click()
+    expect(status).to_contain_text("language model 112 of 115", timeout=30_000)
+    expect(page.get_by_role("cell", name="layers.27.resid_post")).to_have_count(1)
+    toggled = sources()
+    assert toggled[1] != before[1] and toggled[0] == before[0]
+    handle = page.locator(".noUi-handle-lower").nth(1)
+    handle.focus()
+    handle.press("ArrowRight")
+    page.wait_for_function("old => document.querySelectorAll('img.widget-image')[1].src !== old", arg=toggled[1])
+    toggle.scroll_into_view_if_needed()
+    page.screenshot(path=screenshot)
+    assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
     assert screenshot.stat().st_size > 10_000

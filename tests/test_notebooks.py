@@ -3,7 +3,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from vlmlab.report import addresses, run_notebook, write_html
+from vlmlab.notebooks import run_notebook, write_html
+from vlmlab.page import addresses
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 

@@ -88,7 +88,9 @@ def test_acts_first_where_it_says_and_leaves_nothing(fault, family, clean, tmp_p
         faulty = captured(engine, inputs, tmp_path / "faulty")
     changed = differing(tensors, faulty)
     assert not [name for name in changed if name.startswith("inputs.")]
-    larger = (error(faulty[name], exact[name]) > 2.5 * error(tensors[name], exact[name]) for name in names)
+    # The logits are those of one token, which a tipped router alone may have moved.
+    compared = [name for name in names if name != "logits" or fault.first(config) == "logits"]
+    larger = (error(faulty[name], exact[name]) > 2.5 * error(tensors[name], exact[name]) for name in compared)
     assert any(larger) == fault.observable
     place = next((place for place, name in enumerate(names) if name in changed), len(names))
     if fault.observable:

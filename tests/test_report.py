@@ -1,66 +1,240 @@
-import nbformat
+"""One file for a maintainer, opened in a real browser that may not reach anything."""
+
+import dataclasses
+import json
+import re
+import time
+from pathlib import Path
+
 import pytest
+import torch
 
-from vlmlab.errors import VlmlabError
-from vlmlab.report import addresses, run_notebook, write_html
+from vlmlab import charts, report
+from vlmlab.capture import capture_steps
+from vlmlab.cli import main
+from vlmlab.explorer import BASELINES, METRICS
+from vlmlab.report import SHOWN_BASELINES, command_of, investigate, operation_rows, write_report
 
-
-def _notebook(folder, *cells):
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    notebook.cells[0]["metadata"]["tags"] = ["parameters"]
-    notebook.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    file = folder / "question.ipynb"
-    nbformat.write(notebook, file)
-    return file
-
-
-def test_a_notebook_becomes_one_offline_page(tmp_path):
-    executed = run_notebook(_notebook(tmp_path, "x = 1", "print('value', x * 21)"), {"x": 2})
-    page = write_html(executed, tmp_path / "out" / "question.html").read_text()
-    assert "value 42" in page
-    assert addresses(page) == [] and "<script" not in page
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["question.html"]
-
-
-def test_a_failing_cell_fails_by_name(tmp_path):
-    with pytest.raises(VlmlabError, match=r"question\.ipynb: cell 1 failed: ZeroDivisionError"):
-        run_notebook(_notebook(tmp_path, "x = 1", "x / 0"), {})
-
-
-def test_a_cell_that_takes_too_long_is_ended(tmp_path):
-    with pytest.raises(VlmlabError, match="took longer than 2 s"):
-        run_notebook(_notebook(tmp_path, "x = 1", "import time; time.sleep(60)"), {}, timeout_s=2)
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        '<script src="https://cdn.example/x.js"></script>',
-        "<img alt='' src='//example/x.png'>",
-        '<link rel="stylesheet" href="http://example/x.css">',
-        "<style>a { background: url(https://example/x.png) }</style>",
-        '<style>@import "https://example/x.css";</style>',
-        '<script type="module">import("https://example/x.js")</script>',
-    ],
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
+SCREENSHOTS = Path(__file__).parent.parent / "build" / "screenshots"
+HOSTILE = (
+    "<script>window.pwned = 1</script>",
+    "\u202eevil\u202c",
+    "\x1b[31m",
+    "\udce2",
+    "مرحبا",
+    "</script>",
+    "&lt;b&gt;",
 )
-def test_every_way_to_load_is_seen(page):
-    assert addresses(page)
 
 
-def test_links_and_data_are_not_loads():
-    assert addresses('<a href="https://example">x</a><img src="data:image/png;base64,AA">') == []
+@pytest.fixture(scope="module")
+def investigation(checkpoint, small_traces):
+    return investigate(checkpoint, *small_traces, say=lambda line: None)
 
 
-def test_a_page_that_loads_or_leaks_is_not_written(tmp_path, monkeypatch):
-    loading = run_notebook(
-        _notebook(tmp_path, "x = 1", "from IPython.display import HTML; HTML('<img src=\"https://example/x.png\">')"),
-        {},
+@pytest.fixture(scope="module")
+def file(investigation, tmp_path_factory):
+    return write_report(tmp_path_factory.mktemp("report") / "report.html", [investigation])
+
+
+@pytest.fixture
+def opened(browser):
+    """(file, options of the context) to a page that was loaded; nothing may be fetched or complain."""
+    complaints = []
+
+    def load(file, **options):
+        context = browser.new_context(offline=True, **options)
+        page = context.new_page()
+        page.on("request", lambda request: complaints.append(request.url) if request.url != file.as_uri() else None)
+        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(file.as_uri())
+        if options.get("java_script_enabled", True):
+            count = page.locator(".chart").count()
+            page.wait_for_function(
+                "n => [...document.querySelectorAll('.chart')].filter(c => c.view).length == n", arg=count
+            )
+        return page
+
+    yield load
+    # Pictures inside the page are requests for data, not for an address.
+    assert [complaint for complaint in complaints if not complaint.startswith("data:")] == []
+
+
+# What a chart shows: one field of the rows that have the marked field. Args: number of the chart, mark, field.
+SHOWN = """([k, mark, field]) => {
+  const view = document.querySelectorAll('.chart')[k].view;
+  const names = Object.keys(view.getState({ data: () => true, signals: () => false }).data);
+  const rows = names.map((name) => view.data(name)).find((rows) => rows.length && mark in rows[0]);
+  return rows.map((row) => row[field]);
+}"""
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_toggle_shows_the_precomputed_curve(investigation, file, opened, part):
+    page, name = opened(file), ("vision", "language")[part]
+    chart, explorer = page.locator(".chart").nth(part), investigation.explorer
+    live = report._live(investigation, name)
+    switched = {}
+    for cause in [None, *live]:
+        if cause is not None:
+            chart.get_by_label(f"{cause.title}, as SGLang").check()
+            switched[cause.name] = None
+        for baseline in SHOWN_BASELINES:
+            chart.get_by_label("baseline").select_option(BASELINES[baseline])
+            for metric in METRICS:
+                chart.get_by_label("metric").select_option(metric)
+                page.wait_for_timeout(50)
+                curve = explorer.curve(name, explorer.plan(switched), baseline, metric)
+                assert page.evaluate(SHOWN, [part, "high", "worst"]) == charts.rounded(curve.table["worst"].tolist())
+                assert f"{curve.remainder} of {curve.total} tensors" in chart.text_content()
+    assert curve.remainder == 0 and len(live) == 2
+
+
+def test_layer_and_token_are_picked(investigation, file, opened):
+    page = opened(file)
+    chart, cosines = page.locator(".chart").nth(3), investigation.comparison.cosines
+    layer, token = (chart.get_by_role("slider").nth(i) for i in (0, 1))
+    layer.fill("5")
+    page.wait_for_timeout(200)
+    shown = page.evaluate(SHOWN, [3, "t", "packed"])
+    values = (1 - cosines["layers.4.resid_post"]).clamp(min=0).tolist()
+    assert shown == charts.packed(values)
+    before = chart.text_content()
+    token.fill("2")
+    page.wait_for_timeout(200)
+    assert "token 2" in chart.text_content() != before
+
+
+def test_the_page_computes_the_engines_bits_and_takes_edits(investigation, file, opened):
+    page, rows = opened(file), operation_rows(investigation)
+    assert [row["name"] for row in rows] == ["rms_norm", "residual_sum"]
+    said = page.get_by_role("status").all_text_contents()
+    for row, sentence in zip(rows, said, strict=True):
+        count, differ = len(row["hf"]), sum(a != b for a, b in zip(row["hf"], row["sglang"], strict=True))
+        assert f"{count} of {count} channels have the bits of Transformers' way, {count} those" in sentence
+        assert differ > 0 and sentence.endswith(f"differ in {differ}.")
+    field = page.get_by_label(f"x of channel {rows[0]['shown'][0]}", exact=True).first
+    field.fill("123.456")
+    field.press("Tab")
+    assert field.input_value() == "123.5"  # the nearest bfloat16
+    assert page.get_by_role("status").first.text_content() != said[0]
+
+
+def test_deepstack_is_computed_in_the_page_too(checkpoints, hf_engines, ask, tmp_path, opened, monkeypatch):
+    hf = hf_engines("qwen3_vl").capture(ask("qwen3_vl", (8, 10), seed=34), tmp_path / "hf")
+    other = dataclasses.replace(hf.info, engine="sglang", versions={**hf.info.versions, "sglang": "0"})
+    found = investigate(checkpoints["qwen3_vl"], hf, dataclasses.replace(hf, info=other), say=lambda line: None)
+    assert found.explanation.word == "rounding"  # Transformers against itself: closure of the other side fails
+    rows = operation_rows(found)
+    assert [row["name"] for row in rows] == ["rms_norm", "residual_sum", "deepstack_order"]
+    page = opened(write_report(tmp_path / "report.html", [found]))
+    for row, sentence in zip(rows, page.get_by_role("status").all_text_contents(), strict=True):
+        count = len(row["hf"])
+        assert f"{count} of {count} channels have the bits of Transformers' way, {count} those" in sentence
+
+
+def test_it_reads_without_scripts_on_a_phone_and_in_the_dark(investigation, file, opened):
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page = opened(file, java_script_enabled=False)
+    assert page.locator(".chart svg").count() == 2 and page.locator(".chart img").count() == 2
+    text = page.locator("main").text_content()
+    live = [effect for part in investigation.explanation.attributions for effect in part.effects if effect.live]
+    assert all(effect.name in text and report.number(effect.share) in text for effect in live)
+    for name, width, scheme in (("phone", 390, "light"), ("desktop", 1280, "dark")):
+        page = opened(file, viewport={"width": width, "height": 900}, color_scheme=scheme)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.screenshot(path=SCREENSHOTS / f"report_{name}.png", full_page=True)
+        assert (SCREENSHOTS / f"report_{name}.png").stat().st_size > 10_000
+    assert len(page.pdf()) > 50_000
+
+
+def test_what_came_from_outside_is_text(investigation, tmp_path, opened, monkeypatch):
+    monkeypatch.setattr(
+        report, "token_texts", lambda checkpoint, ids: [HOSTILE[i % len(HOSTILE)] for i in range(len(ids))]
     )
-    with pytest.raises(VlmlabError, match="would load https://example"):
-        write_html(loading, tmp_path / "loads.html")
-    monkeypatch.chdir(tmp_path)
-    leaking = run_notebook(_notebook(tmp_path, "x = 1", f"print({str(tmp_path)!r} + '/secret')"), {})
-    with pytest.raises(VlmlabError, match="name a folder of this machine"):
-        write_html(leaking, tmp_path / "leaks.html")
-    assert not list(tmp_path.glob("*.html"))
-    assert write_html(leaking, tmp_path / "fine.html", {str(tmp_path): "FOLDER"}).is_file()
+    hostile = HOSTILE[0] + HOSTILE[1]
+    info = dataclasses.replace(investigation.hf.info, model=hostile, flags={hostile: HOSTILE[2]})
+    hf = dataclasses.replace(investigation.hf, info=info)
+    file = write_report(tmp_path / "report.html", [dataclasses.replace(investigation, hf=hf)])
+    page = opened(file)
+    assert page.evaluate("window.pwned") is None
+    body = page.locator("main").text_content()
+    assert "<script>window.pwned = 1</script>" in body and "\\u202eevil" in body and "\\x1b[31m" in body
+    assert not set("\u202e\u202c\x1b") & set(file.read_text())
+
+
+def strict(constant):
+    raise AssertionError(constant)
+
+
+def test_every_number_in_it_is_strict_json_and_nothing_private_travels(file, checkpoint):
+    page = file.read_text()
+    blocks = re.findall(r'<script type="application/[^"]*json"[^>]*>(.*?)</script>', page, re.DOTALL)
+    assert len(blocks) == 6
+    for block in blocks:
+        json.loads(block, parse_constant=strict)
+    assert str(checkpoint.folder) not in page and str(Path.home()) not in page
+    assert ">nan<" not in page.lower() and ">inf<" not in page.lower()
+
+
+def test_undefined_numbers_are_na():
+    table = report._table(["a"], [(float("nan"),), (float("inf"),), (None,), (0.5,)])
+    assert table.count("n/a") == 3 and "0.5" in table
+
+
+def test_writing_takes_at_most_five_seconds_beyond_the_computation(investigation, file, tmp_path):
+    start = time.perf_counter()
+    write_report(tmp_path / "again.html", [investigation])
+    assert time.perf_counter() - start < 5
+
+
+def test_several_runs_stand_in_one_file(investigation, tmp_path, opened):
+    page = opened(write_report(tmp_path / "report.html", [investigation, investigation]))
+    assert page.locator("nav a").count() == 2 and page.locator("section").count() == 2
+
+
+def test_the_reference_report_is_small_has_decode_steps_and_comes_from_the_command_line(
+    traces, checkpoint, inputs, store, tmp_path, capsys, opened
+):
+    from vlmlab.trace import save_trace
+
+    run = tmp_path / "run"
+    for trace in traces:
+        save_trace(trace, run / trace.info.engine)
+    for k, pair in enumerate(capture_steps(checkpoint, inputs, traces[0], 3, say=lambda line: None)):
+        for trace in pair:
+            save_trace(trace, run / "decode" / trace.info.engine / f"step_{k}")
+    assert main(["report", str(run), "--out", str(tmp_path / "report.html")]) == 0
+    assert "rounding" in capsys.readouterr().out
+    assert (tmp_path / "report.html").stat().st_size <= 1_500_000
+    page = opened(tmp_path / "report.html")
+    assert page.get_by_role("heading", name="Decode steps").count() == 1
+    assert page.locator(".chart").count() == 5
+    assert len(page.evaluate(SHOWN, [4, "shown", "value"])) == 3
+
+
+def test_a_run_of_unknown_weights_is_refused_in_one_sentence(traces, tmp_path, capsys):
+    from vlmlab.trace import save_trace
+
+    for trace in traces:
+        info = dataclasses.replace(trace.info, weights_hash="0" * 64)
+        save_trace(dataclasses.replace(trace, info=info), tmp_path / trace.info.engine)
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "r.html")]) == 2
+    assert "pass --model" in capsys.readouterr().err and not (tmp_path / "r.html").exists()
+
+
+def test_the_command_reproduces_the_run(investigation):
+    assert command_of(investigation) == "vlmlab explain --model qwen2-vl-tiny --image PICTURE --prompt PROMPT"
+
+
+def test_a_bug_stands_at_the_head(investigation, tmp_path, opened):
+    hf, sglang = investigation.hf, investigation.sglang
+    tensors = {name: sglang.tensors[name] for name in sglang.tensors}
+    tensors["layers.5.mlp_out"] = tensors["layers.5.mlp_out"] * torch.tensor(1.5, dtype=torch.bfloat16)
+    broken = dataclasses.replace(sglang, tensors=tensors)
+    found = investigate(investigation.checkpoint, hf, broken, say=lambda line: None)
+    page = opened(write_report(tmp_path / "report.html", [found]))
+    answer = page.locator(".answer.bug").text_content()
+    assert "It is a bug." in answer and "layers.5.mlp_out" in answer and "MLP" in answer

@@ -12,6 +12,7 @@ hookpoints          the canonical name of every captured tensor and where each e
 checkpoint          a checkpoint folder, checked and hashed before any engine sees it
 inputs              one prompt and picture as exact ids, pixels, grid and positions, with a content hash
 trace               {hook point: tensor} plus RunInfo: record while the engine runs, load lazily
+page                HTML pages that travel: escaped, offline, without any path of this machine
 causes              the catalogue of causes, and the plan that says which way every step goes
 hybrid              the one forward: every family, every debatable step as a plan says
 replay              the forward on what an engine was given, whole or operation by operation; closure
@@ -25,7 +26,9 @@ attribution         which cause explains the difference, which engine is closer 
 explorer            any plan on one input, computed when first asked for and remembered
 plots               numbers to figures
 dashboard           toggles per cause and layer over explorer and plots
-report              executed notebooks to HTML
+charts              numbers to charts that live in a page without a kernel
+report              everything about one or several runs as one HTML file
+notebooks           executed notebooks to HTML
 cli                 the commands
 """
 

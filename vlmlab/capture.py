@@ -1,6 +1,7 @@
 """Both engines on one input. Traces are stored on disk under a key of everything that can change them, and reused.
 
 capture_both    (HF trace, SGLang trace), from the store or fresh
+capture_steps   the decode steps after them, both engines on SGLang's tokens
 store_folder    where traces are kept: $VLMLAB_CACHE, else a folder in the user's cache
 """
 
@@ -145,3 +146,36 @@ def capture_both(
     """
     hf = capture_hf(checkpoint, inputs, fresh=fresh, attention=attention, say=say)
     return hf, capture_sglang(checkpoint, inputs, hf, fresh=fresh, engine_args=engine_args, say=say)
+
+
+def capture_steps(
+    checkpoint: Checkpoint,
+    inputs: Inputs,
+    baseline: Trace,
+    steps: int,
+    *,
+    fresh: bool = False,
+    engine_args: Mapping[str, Any] | None = None,
+    say: Say = print,
+) -> tuple[tuple[Trace, Trace], ...]:
+    """Decode steps after the prefill: SGLang generates greedily, Transformers is given the same tokens.
+
+    Args: baseline: Transformers' trace of the prefill, whose vision output both are given. steps: how many. Others: see
+    capture_both.
+    Returns: (HF trace, SGLang trace) per step. Raises: VlmlabError: an engine cannot run here or fails.
+    """
+    given, attention = vision_output(baseline), baseline.info.attention
+    settings = {**engine_settings(checkpoint, engine_arguments(checkpoint, engine_args)), "attention": attention}
+    folder = store_folder() / f"{capture_key(settings, checkpoint, inputs, given)}-{steps}-steps"
+    stored = [_stored(folder / engine / f"step_{k}", fresh) for k in range(steps) for engine in ("hf", "sglang")]
+    found = [trace for trace in stored if trace is not None]
+    if len(found) < 2 * steps:
+        say(f"SGLang: starting the engine for {steps} decode steps")
+        with open_sglang(checkpoint, engine_args, log=store_folder() / ENGINE_LOG) as engine:
+            sglang, tokens = engine.capture_decode(inputs, folder / "sglang", steps, given)
+        say(f"Transformers: the same {steps} decode steps")
+        with open_hf(checkpoint, attention=attention) as other:
+            hf = other.capture_decode(inputs, folder / "hf", tokens[:steps])
+        return tuple(zip(hf, sglang, strict=True))
+    say(f"stored decode steps of {found[0].info.created}")
+    return tuple(zip(found[::2], found[1::2], strict=True))

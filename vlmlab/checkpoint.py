@@ -1,6 +1,7 @@
 """A checkpoint folder, checked and hashed before any engine sees it.
 
 load_checkpoint     from a local folder or a hub id; a clear error for everything that is not a usable checkpoint
+checkpoint_of       the checkpoint that a trace was captured from
 """
 
 import hashlib
@@ -63,6 +64,21 @@ def load_checkpoint(model: str | os.PathLike | None = None) -> Checkpoint:
     for file in files:
         _check_weight_file(file, name)
     return Checkpoint(folder, name, family, config, _weights_hash(folder, files))
+
+
+def checkpoint_of(weights_hash: str, name: str, model: str | os.PathLike | None = None) -> Checkpoint:
+    """The checkpoint that a trace was captured from.
+
+    Args: weights_hash, name: of the trace. model: where to look; None for the embedded checkpoints.
+    Returns: Checkpoint. Raises: VlmlabError: none with these weights.
+    """
+    folders = [model] if model else sorted((DATA / "checkpoints").glob("*/config.json"))
+    for folder in folders:
+        checkpoint = load_checkpoint(folder if model else Path(folder).parent)
+        if checkpoint.weights_hash == weights_hash:
+            return checkpoint
+    where = repr(checkpoint.name) if model else "any embedded checkpoint"
+    raise VlmlabError(f"the run was captured with the weights of {name!r}, not of {where}; pass --model")
 
 
 def _find(model: str) -> tuple[Path, str]:

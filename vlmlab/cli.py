@@ -1,4 +1,4 @@
-"""The commands: doctor, compare, explain, notebooks. `vlmlab COMMAND --help` lists their options.
+"""The commands: doctor, compare, explain, report, notebooks. `vlmlab COMMAND --help` lists their options.
 
 Exit codes: 0 done, 1 doctor found that something cannot run, 2 a problem the user can act on, 130 interrupted.
 """
@@ -157,7 +157,7 @@ def _explain(options: argparse.Namespace) -> int:
         import torch
 
         from vlmlab.attribution import explain
-        from vlmlab.checkpoint import load_checkpoint
+        from vlmlab.checkpoint import checkpoint_of
         from vlmlab.hybrid import Hybrid
         from vlmlab.trace import load_trace, write_json
 
@@ -167,11 +167,7 @@ def _explain(options: argparse.Namespace) -> int:
         else:
             hf, sglang, out = _capture(options, say)
         say("reading the weights")
-        checkpoint = load_checkpoint(options.model)
-        if checkpoint.weights_hash != hf.info.weights_hash:
-            raise VlmlabError(
-                f"the run was captured with the weights of {hf.info.model!r}, not of {checkpoint.name!r}; pass --model"
-            )
+        checkpoint = checkpoint_of(hf.info.weights_hash, hf.info.model, options.model)
         hybrid, exact = Hybrid(checkpoint), Hybrid(checkpoint, torch.float64)
         explanation = explain(hybrid, exact, hf, sglang, say=say, unexplained=out)
     result = explanation.json() | {"seconds": {**say.seconds, "total": time.perf_counter() - start}}
@@ -181,6 +177,28 @@ def _explain(options: argparse.Namespace) -> int:
     else:
         _print_explanation(explanation)
         print(f"written to {out}: explanation.json")
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    start = time.perf_counter()
+    with Progress() as say:
+        say("importing")
+        from vlmlab.checkpoint import checkpoint_of
+        from vlmlab.report import investigate, write_report
+        from vlmlab.trace import load_trace
+
+        investigations = []
+        for run in map(Path, options.run_folder):
+            hf, sglang = (load_trace(run / engine) for engine in ("hf", "sglang"))
+            checkpoint = checkpoint_of(hf.info.weights_hash, hf.info.model, options.model)
+            folders = sorted((run / "decode" / "hf").glob("step_*"), key=lambda step: int(step.name[5:]))
+            steps = [(load_trace(step), load_trace(run / "decode" / "sglang" / step.name)) for step in folders]
+            investigations.append(investigate(checkpoint, hf, sglang, steps, say))
+        say("writing the report")
+        file = write_report(Path(options.out), investigations)
+    words = ", ".join(f"{i.hf.info.model}: {i.explanation.word}" for i in investigations)
+    print(f"{file}\n{words} ({time.perf_counter() - start:.0f} s)")
     return 0
 
 
@@ -227,7 +245,7 @@ def _print_explanation(explanation: "Explanation") -> None:
 
 
 def _capture(options: argparse.Namespace, say: Progress) -> tuple["Trace", "Trace", Path]:
-    from vlmlab.capture import capture_hf, capture_sglang
+    from vlmlab.capture import capture_hf, capture_sglang, capture_steps
     from vlmlab.checkpoint import load_checkpoint
     from vlmlab.inputs import load_image, load_prompt, prepare_inputs, reference_inputs
     from vlmlab.trace import save_trace
@@ -247,6 +265,13 @@ def _capture(options: argparse.Namespace, say: Progress) -> tuple["Trace", "Trac
     save_trace(hf, out / "hf")
     sglang = capture_sglang(checkpoint, inputs, hf, fresh=options.fresh, engine_args=engine_args, say=say)
     save_trace(sglang, out / "sglang")
+    if options.decode:
+        steps = capture_steps(
+            checkpoint, inputs, hf, options.decode, fresh=options.fresh, engine_args=engine_args, say=say
+        )
+        for k, pair in enumerate(steps):
+            for trace in pair:
+                save_trace(trace, out / "decode" / trace.info.engine / f"step_{k}")
     return hf, sglang, out
 
 
@@ -290,19 +315,22 @@ def _notebooks(options: argparse.Namespace) -> int:
         from vlmlab.checkpoint import load_checkpoint
         from vlmlab.compare import compare_traces
         from vlmlab.inputs import reference_inputs
-        from vlmlab.report import run_notebook, write_html
+        from vlmlab.notebooks import parameter_names, run_notebook, write_html
 
         checkpoint = load_checkpoint(options.model)
         inputs = reference_inputs(checkpoint)
         comparison = compare_traces(*capture_both(checkpoint, inputs, fresh=options.fresh, say=say))
-        written = []
+        report = Path(options.out).resolve() / "report.html"
+        given = {"report": str(report)} | ({} if options.model is None else {"model": str(checkpoint.folder)})
+        written = [report]
         for notebook in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
             say(f"notebook {notebook.stem}")
-            executed = run_notebook(notebook, {} if options.model is None else {"model": str(checkpoint.folder)})
-            private = {str(checkpoint.folder): checkpoint.name}
+            names = parameter_names(notebook)
+            executed = run_notebook(notebook, {name: value for name, value in given.items() if name in names})
+            private = {str(checkpoint.folder): checkpoint.name, str(report): report.name}
             written.append(write_html(executed, Path(options.out) / f"{notebook.stem}.html", private))
     for file in written:
-        print(file)
+        print(Path(options.out) / file.name)
     print(f"{comparison.summary()} ({time.perf_counter() - start:.0f} s)")
     return 0
 
@@ -332,6 +360,7 @@ def _parser() -> argparse.ArgumentParser:
     asked.add_argument("--prompt", help="text file with one <image> place (default: the reference prompt, 830 tokens)")
     asked.add_argument("--out", help="folder for both traces and the result (default: runs/MODEL-INPUT)")
     asked.add_argument("--json", action="store_true", help="one JSON object on standard output and nothing else")
+    asked.add_argument("--decode", type=int, default=0, metavar="STEPS", help="capture so many decode steps, too")
     asked.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa", help="Transformers' attention")
     asked.add_argument(
         "--engine-arg",
@@ -356,6 +385,14 @@ def _parser() -> argparse.ArgumentParser:
         "run_folder", nargs="?", metavar="RUN", help="folder that compare wrote (default: the reference comparison)"
     )
     explain.set_defaults(run=_explain)
+
+    report = commands.add_parser(
+        "report", parents=[debug], help="one HTML file about one or several runs, live without a kernel"
+    )
+    report.add_argument("run_folder", nargs="+", metavar="RUN", help="folder that compare or explain wrote")
+    report.add_argument("--out", default="report.html", help="file to write (default: report.html)")
+    report.add_argument("--model", help="checkpoint of the runs (default: the embedded one with the same weights)")
+    report.set_defaults(run=_report)
 
     notebooks = commands.add_parser("notebooks", parents=[debug, model], help="execute the notebooks and write HTML")
     notebooks.add_argument("--out", default="reports", help="folder for the HTML files (default: reports)")

@@ -4,6 +4,8 @@ load_image          a file as an upright opaque RGB picture, or one clear senten
 load_prompt         a text file as a prompt
 prepare_inputs      picture and prompt through the checkpoint's own processor
 reference_inputs    the shipped 720-token picture and a prompt of exactly 830 tokens, for any supported checkpoint
+picture_of          captured pixels as a picture again
+token_texts         token ids as text
 """
 
 import functools
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
@@ -256,3 +259,32 @@ def distinct_patches(inputs: Inputs) -> int:
     if inputs.pixel_values is None:
         return 0
     return len(np.unique(inputs.pixel_values.numpy(), axis=0))
+
+
+def picture_of(checkpoint: Checkpoint, pixel_values: Tensor, grid_thw: Tensor) -> Image.Image:
+    """Captured pixels as the picture they were cut from, after resizing.
+
+    Args: checkpoint: whose processor cut it. pixel_values: [P, C * t * p * p] normalised. grid_thw: [1, 3] patches.
+    Returns: RGB picture.
+    """
+    processor = _processor(checkpoint.folder).image_processor
+    merge, patch = processor.merge_size, processor.patch_size
+    _, rows, columns = grid_thw[0].tolist()
+    x = pixel_values.float().view(rows // merge, columns // merge, merge, merge, 3, -1, patch, patch)[:, :, :, :, :, 0]
+    x = x.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, rows * patch, columns * patch)
+    mean, std = (torch.tensor(v)[:, None, None] for v in (processor.image_mean, processor.image_std))
+    bytes_ = ((x * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+    return Image.fromarray(bytes_.permute(1, 2, 0).numpy())
+
+
+def token_texts(checkpoint: Checkpoint, ids: Tensor) -> list[str]:
+    """Every token as text. One that is no whole character alone stands as its vocabulary entry between angle brackets.
+
+    Args: checkpoint: whose tokenizer. ids: [T] int64. Returns: T strings, unescaped.
+    """
+    tokenizer = _processor(checkpoint.folder).tokenizer
+    texts = [tokenizer.decode([token]) for token in ids.tolist()]
+    return [
+        f"⟨{tokenizer.convert_ids_to_tokens(token)}⟩" if "\ufffd" in words or not words else words
+        for token, words in zip(ids.tolist(), texts, strict=True)
+    ]

@@ -1,0 +1,147 @@
+"""Executed notebooks to HTML files that load nothing from a network.
+
+parameter_names     what a notebook can be given
+run_notebook        execute one notebook with parameters; an error in a cell is an error here
+write_html          an executed notebook as one HTML file, its widgets as they stood at the end
+show_answer         a notebook's computed answer, as its first output
+"""
+
+import copy
+import re
+from collections.abc import Mapping
+from html import escape
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from vlmlab.errors import VlmlabError
+from vlmlab.page import policy, text, write_page
+
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
+
+
+def parameter_names(notebook: Path) -> set[str]:
+    """What a notebook can be given. Args: notebook: file. Returns: names in its cell tagged `parameters`."""
+    import papermill
+
+    return set(papermill.inspect_notebook(str(notebook)))
+
+
+def run_notebook(notebook: Path, parameters: Mapping[str, Any], timeout_s: int = 600) -> Any:
+    """Execute a notebook from its own folder.
+
+    Args: notebook: file. parameters: for its cell tagged `parameters`. timeout_s: for one cell.
+    Returns: executed notebook node. Raises: VlmlabError: a cell failed; names the cell and the error.
+    """
+    import papermill
+
+    try:
+        return papermill.execute_notebook(
+            str(notebook),
+            None,
+            parameters=dict(parameters),
+            cwd=str(notebook.parent),
+            progress_bar=False,
+            kernel_name="python3",
+            execution_timeout=timeout_s,
+            extra_arguments=["--Application.log_level=50"],
+        )
+    except papermill.PapermillExecutionError as error:
+        raise VlmlabError(f"{notebook.name}: cell {error.cell_index} failed: {error.ename}: {error.evalue}") from error
+    except TimeoutError as error:
+        raise VlmlabError(f"{notebook.name}: a cell took longer than {timeout_s} s") from error
+
+
+def write_html(executed: Any, file: Path, private: Mapping[str, str] | None = None) -> Path:
+    """Write an executed notebook as one HTML file without scripts, addresses to load from and paths of this machine.
+
+    Args: executed: notebook node. file: HTML file to write. private: texts of this machine and what replaces them.
+    Returns: file. Raises: VlmlabError: disk full, the page would load something, or it names this machine's folders.
+    """
+    from nbconvert import HTMLExporter
+
+    # Maths and widgets would come from a content network; no notebook here needs either.
+    exporter = HTMLExporter(template_name="lab", embed_images=True)
+    exporter.mathjax_url = exporter.require_js_url = exporter.jquery_url = exporter.mermaid_js_url = ""
+    exporter.exclude_input_prompt = exporter.exclude_output_prompt = True
+    resources = {"metadata": {"name": file.stem.replace("_", " ")}}
+    page, _ = exporter.from_notebook_node(_without_widgets(executed), resources=resources)
+    page = re.sub(r"<script\b.*?</script\s*>", "", page, flags=re.DOTALL | re.IGNORECASE)
+    head, tag, rest = page.partition("<head>")
+    if not tag:
+        raise VlmlabError(f"{file.name}: nbconvert's page has no head for the tag that forbids every load")
+    return write_page(f"{head}{tag}{policy()}{rest}", file, private)
+
+
+def _without_widgets(executed: Any) -> Any:
+    """A copy of a notebook with every widget output as HTML that needs no kernel."""
+    notebook = copy.deepcopy(executed)
+    models = notebook.metadata.pop("widgets", {}).get(WIDGET_STATE, {}).get("state", {})
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            view = output.get("data", {}).pop(WIDGET_VIEW, None)
+            if view is not None:
+                note = "State when the notebook was executed; the live controls need JupyterLab."
+                output["data"]["text/html"] = f"<p><small>{note}</small></p>{_still(view['model_id'], models)}"
+    return notebook
+
+
+def _still(model_id: str, models: Mapping[str, Any]) -> str:
+    """A widget and all inside it as HTML, never nothing."""
+    if model_id not in models:
+        return "<p>The state of this widget was not stored; execute the notebook in JupyterLab to see it.</p>"
+    name, state = text(models[model_id]["model_name"].removesuffix("Model")), models[model_id]["state"]
+    if "children" in state:
+        return _box(name, state, models)
+    picture = next((b["data"] for b in models[model_id].get("buffers", []) if list(b["path"]) == ["value"]), "")
+    if name == "Image" and state["format"] != "url" and picture:
+        source = escape(f"data:image/{state['format']};base64,{picture}")
+        caption = f"<figcaption>{text(state['tooltip'])}</figcaption>" if state.get("tooltip") else ""
+        return f'<figure style="margin:0"><img alt="picture" src="{source}" style="max-width:100%">{caption}</figure>'
+    description = text(state.get("description") or "")
+    if name in ("HTML", "HTMLMath", "Label") and state["value"]:
+        value = text(state["value"]) if name == "Label" else state["value"]
+        return f"<div>{description}{': ' if description else ''}{value}</div>"
+    if "value" not in state and "_options_labels" not in state:
+        label = f"{description} ({name})" if description else name
+        return f"<div>{label}: nothing to show outside JupyterLab</div>"
+    shown = f"{description or name}: {_value(name, state)}"
+    if name == "ToggleButton":
+        weight = "bold" if state["value"] else "normal"
+        shape = f"border:1px solid;border-radius:3px;padding:0 .5em;white-space:nowrap;font-weight:{weight}"
+        return f'<span style="{shape}">{shown}</span>'
+    return f"<div>{shown}</div>"
+
+
+def _box(name: str, state: Mapping[str, Any], models: Mapping[str, Any]) -> str:
+    flow = "row wrap" if name == "HBox" else "column"
+    titles = [f"<b>{text(title)}</b>" for title in state.get("titles", ())]
+    children = (_still(child.removeprefix("IPY_MODEL_"), models) for child in state["children"])
+    inner = "".join(title + child for title, child in zip_longest(titles, children, fillvalue=""))
+    return f'<div style="display:flex;flex-flow:{flow};gap:.4em">{inner or f"{name}: empty"}</div>'
+
+
+def _value(name: str, state: Mapping[str, Any]) -> str:
+    """What a control is set to, in words."""
+    if name == "Password":
+        return "hidden"
+    labels = state.get("_options_labels")
+    value = state.get("value" if labels is None else "index")
+    values = list(value) if isinstance(value, (list, tuple)) else [] if value in (None, "") else [value]
+    if labels is not None:
+        values = [labels[index] for index in values]
+    words = ["on" if value is True else "off" if value is False else str(value) for value in values]
+    return text((" to " if "Range" in name else ", ").join(words)) or "empty"
+
+
+def show_answer(answer: str, overturned_by: str) -> None:
+    """Display a notebook's computed answer and what would overturn it.
+
+    Args: answer: at most three sentences with one number. overturned_by: an observation that would prove it wrong.
+    """
+    from IPython.display import HTML, display
+
+    card = "border-left: 4px solid #2471a3; padding: 0.4em 1em; margin: 0.5em 0"
+    page = f"<p><b>Answer.</b> {text(answer)}</p><p><b>Overturned by</b> {text(overturned_by)}</p>"
+    display(HTML(f'<div style="{card}">{page}</div>'))
