@@ -2,6 +2,7 @@
 # make test     everything the test suite needs, then lint, types and tests
 # make lab      JupyterLab on notebooks/
 # make bench    the figures of benchmarks/
+# make pictures the README's pictures, from the report (needs Chromium)
 # make clean    removes the environment, stored captures and reports
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -9,7 +10,7 @@ VENV := .venv
 READY := $(VENV)/.ready
 export VLMLAB_CACHE := $(CURDIR)/.cache/captures
 
-.PHONY: report test lab bench clean
+.PHONY: report test lab bench pictures clean
 .DELETE_ON_ERROR:
 
 report: $(READY)
@@ -27,6 +28,10 @@ lab: $(READY)
 bench: $(READY)
 	$(VENV)/bin/python benchmarks/compare_phases.py
 	$(VENV)/bin/python benchmarks/hybrid.py
+
+pictures: report
+	@mkdir -p data/pictures
+	$(VENV)/bin/python -m data.make_pictures reports/report.html data/pictures
 
 clean:
 	rm -rf $(VENV) .cache reports

@@ -3,7 +3,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from vlmlab.notebooks import run_notebook, write_html
+from vlmlab.notebooks import parameter_names, run_notebook, write_html
 from vlmlab.page import addresses
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
@@ -52,8 +52,14 @@ def test_the_check_can_fail():
 @pytest.mark.engine
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_notebooks_run_and_export(file, traces, tmp_path):
-    executed = run_notebook(file, {})
+    report = tmp_path / "report.html"
+    has_report = "report" in parameter_names(file)
+    executed = run_notebook(file, {"report": str(report)} if has_report else {})
     assert not [o for cell in _code(executed) for o in cell.outputs if o.output_type == "error"]
-    page = write_html(executed, tmp_path / "page.html").read_text()
+    page = write_html(executed, tmp_path / "page.html", {str(report): report.name}).read_text()
     assert "Answer." in page and addresses(page) == []
     assert "stored capture of" in page, "a notebook must reuse the session's captures"
+    assert report.exists() == has_report
+    if has_report:
+        assert report.stat().st_size <= 1_500_000  # of one comparison on the reference input
+        assert "State when the notebook was executed" in page

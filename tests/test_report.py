@@ -1,5 +1,6 @@
 """One file for a maintainer, opened in a real browser that may not reach anything."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -9,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlmlab import charts, report
+from vlmlab import capture, charts, report
 from vlmlab.capture import capture_steps
 from vlmlab.cli import main
+from vlmlab.engine_hf import vision_output
 from vlmlab.explorer import BASELINES, METRICS
 from vlmlab.report import SHOWN_BASELINES, command_of, investigate, operation_rows, write_report
+from vlmlab.trace import save_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 SCREENSHOTS = Path(__file__).parent.parent / "build" / "screenshots"
@@ -135,6 +138,14 @@ def test_deepstack_is_computed_in_the_page_too(checkpoints, hf_engines, ask, tmp
         assert f"{count} of {count} channels have the bits of Transformers' way, {count} those" in sentence
 
 
+def test_a_run_without_a_picture_is_a_report_too(checkpoints, hf_engines, ask, tmp_path, opened):
+    hf = hf_engines("qwen2_vl").capture(ask("qwen2_vl"), tmp_path / "hf")
+    other = dataclasses.replace(hf.info, engine="sglang", versions={**hf.info.versions, "sglang": "0"})
+    found = investigate(checkpoints["qwen2_vl"], hf, dataclasses.replace(hf, info=other), say=lambda line: None)
+    page = opened(write_report(tmp_path / "report.html", [found]))
+    assert page.locator(".chart").count() == 2 and page.locator("img").count() == 0
+
+
 def test_it_reads_without_scripts_on_a_phone_and_in_the_dark(investigation, file, opened):
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page = opened(file, java_script_enabled=False)
@@ -195,20 +206,33 @@ def test_several_runs_stand_in_one_file(investigation, tmp_path, opened):
     assert page.locator("nav a").count() == 2 and page.locator("section").count() == 2
 
 
-def test_the_reference_report_is_small_has_decode_steps_and_comes_from_the_command_line(
-    traces, checkpoint, inputs, store, tmp_path, capsys, opened
+def test_decode_steps_are_captured_with_a_run_and_stored(
+    traces, checkpoint, inputs, sglang_engine, tmp_path, monkeypatch
 ):
-    from vlmlab.trace import save_trace
+    @contextlib.contextmanager
+    def already_open(*_, **__):
+        yield sglang_engine
 
-    run = tmp_path / "run"
-    for trace in traces:
+    monkeypatch.setattr(capture, "open_sglang", already_open)
+    assert main(["compare", "--decode", "3", "--out", str(tmp_path)]) == 0  # the prefill is stored
+    for engine in ("hf", "sglang"):
+        assert sorted(step.name for step in (tmp_path / "decode" / engine).iterdir()) == ["step_0", "step_1", "step_2"]
+    again = []
+    stored = capture_steps(checkpoint, inputs, traces[0], 3, say=again.append)
+    assert len(stored) == 3 and again[0].startswith("stored decode steps")
+    assert all(torch.equal(a["inputs.input_ids"], b["inputs.input_ids"]) for a, b in stored)
+    assert main(["compare", "--decode", "-1", "--out", str(tmp_path)]) == 2
+
+
+def test_a_run_folder_becomes_a_report(small_traces, sglang_engine, hf_engines, ask, tmp_path, capsys, opened):
+    run, inputs = tmp_path / "run", ask("qwen2_vl", (8, 10), seed=34)
+    for trace in small_traces:
         save_trace(trace, run / trace.info.engine)
-    for k, pair in enumerate(capture_steps(checkpoint, inputs, traces[0], 3, say=lambda line: None)):
-        for trace in pair:
-            save_trace(trace, run / "decode" / trace.info.engine / f"step_{k}")
+    given = vision_output(small_traces[0])
+    _, tokens = sglang_engine.capture_decode(inputs, run / "decode" / "sglang", 3, given)
+    hf_engines("qwen2_vl").capture_decode(inputs, run / "decode" / "hf", tokens[:3])
     assert main(["report", str(run), "--out", str(tmp_path / "report.html")]) == 0
     assert "rounding" in capsys.readouterr().out
-    assert (tmp_path / "report.html").stat().st_size <= 1_500_000
     page = opened(tmp_path / "report.html")
     assert page.get_by_role("heading", name="Decode steps").count() == 1
     assert page.locator(".chart").count() == 5
@@ -216,8 +240,6 @@ def test_the_reference_report_is_small_has_decode_steps_and_comes_from_the_comma
 
 
 def test_a_run_of_unknown_weights_is_refused_in_one_sentence(traces, tmp_path, capsys):
-    from vlmlab.trace import save_trace
-
     for trace in traces:
         info = dataclasses.replace(trace.info, weights_hash="0" * 64)
         save_trace(dataclasses.replace(trace, info=info), tmp_path / trace.info.engine)

@@ -251,6 +251,8 @@ def _capture(options: argparse.Namespace, say: Progress) -> tuple["Trace", "Trac
     from vlmlab.trace import save_trace
 
     engine_args = _engine_args(options.engine_arg)
+    if options.decode < 0:
+        raise VlmlabError(f"expected --decode with a number of steps, got {options.decode}")
     image = load_image(options.image) if options.image else None
     prompt = load_prompt(options.prompt) if options.prompt else None
     say("reading the checkpoint")

@@ -47,6 +47,7 @@ h1, h2, h3 { line-height: 1.2; }
 table { border-collapse: collapse; font-size: 0.85rem; margin: 0.5rem 0; }
 th, td { border-bottom: 1px solid var(--line); padding: 0.2rem 0.6rem; text-align: left; vertical-align: top; }
 td { max-width: 24rem; overflow-wrap: anywhere; }
+td:first-child { overflow-wrap: break-word; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: bold; }
 pre, code { font: 0.85rem/1.4 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
