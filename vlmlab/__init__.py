@@ -5,6 +5,8 @@ Modules, lowest first; arrows point down only (a test reads the imports):
 errors              VlmlabError, the one sentence a person gets instead of a traceback
 machine             what this machine has: versions, devices, which engine can run and why not
 metrics             how different two tensors are
+floats              floating-point formats, and rounding to them
+summation           the same numbers added in a chosen order; the order a callable adds in
 kernels             SGLang's own CUDA kernels, where they can be imported
 arithmetic          each debatable step in each engine's way, as pure functions
 demos               a handful of numbers per cause, computed both ways

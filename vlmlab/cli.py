@@ -1,4 +1,4 @@
-"""The commands: doctor, compare, explain, report, notebooks. `vlmlab COMMAND --help` lists their options.
+"""The commands: doctor, compare, explain, report, reveal, notebooks. `vlmlab COMMAND --help` lists their options.
 
 Exit codes: 0 done, 1 doctor found that something cannot run, 2 a problem the user can act on, 130 interrupted.
 """
@@ -202,6 +202,29 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
+def _reveal(options: argparse.Namespace) -> int:
+    import torch
+
+    from vlmlab.summation import OPS, flat, reveal_order, text_form
+
+    batch = {"tokens": options.rows, "row": options.row} if options.op in ("linear", "matmul") else {}
+    if not batch and (options.rows, options.row) != (1, 0):
+        raise VlmlabError(f"--rows and --row are for linear and matmul, not for {options.op}")
+    if not 0 <= options.row < options.rows:
+        raise VlmlabError(f"expected --row between 0 and {options.rows - 1}, got {options.row}")
+    if options.n < 2:
+        raise VlmlabError(f"expected --n of at least 2 numbers, got {options.n}")
+    found = reveal_order(OPS[options.op](options.n, getattr(torch, options.dtype), options.device, **batch))
+    if options.json:
+        tree = None if found.tree is None else flat(found.tree)
+        print(json.dumps(vars(found) | {"tree": tree}, allow_nan=False))
+        return 0
+    print("cannot tell: " + found.why if found.tree is None else text_form(found.tree))
+    equal = {None: "not replayed", True: "replay bit-equal", False: "REPLAY DIFFERS"}[found.replay_bitwise_equal]
+    print(f"{found.op} of {found.n} {found.dtype}: {found.calls} calls, {found.probes} probes, {equal}")
+    return 0
+
+
 def _print_explanation(explanation: "Explanation") -> None:
     for part in explanation.attributions:
         columns = ("cause", "live", "changes", "first at", "alone", "all but it", "up to it", "share")
@@ -395,6 +418,16 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", default="report.html", help="file to write (default: report.html)")
     report.add_argument("--model", help="checkpoint of the runs (default: the embedded one with the same weights)")
     report.set_defaults(run=_report)
+
+    reveal = commands.add_parser("reveal", parents=[debug], help="in which order an operation adds, by probing")
+    reveal.add_argument("op", choices=("sum", "mean", "dot", "matmul", "linear"))
+    reveal.add_argument("--n", type=int, default=64, help="numbers to add (default: 64)")
+    reveal.add_argument("--dtype", default="float32", choices=("float64", "float32", "bfloat16", "float16"))
+    reveal.add_argument("--rows", type=int, default=1, metavar="M", help="rows of the batch, for linear and matmul")
+    reveal.add_argument("--row", type=int, default=0, metavar="R", help="which of them (default: 0)")
+    reveal.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    reveal.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    reveal.set_defaults(run=_reveal)
 
     notebooks = commands.add_parser("notebooks", parents=[debug, model], help="execute the notebooks and write HTML")
     notebooks.add_argument("--out", default="reports", help="folder for the HTML files (default: reports)")

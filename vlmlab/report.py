@@ -426,7 +426,8 @@ def _shares(part: Attribution) -> str:
         here = "live" if e.live else "dead, and its switch acts" if e.acts else "dead, no proof that its switch acts"
         alone = e.alone.tensors, e.alone.first or "", e.alone.distance
         rows.append((e.name, here, *alone, e.left_out, e.cumulative, e.share))
-    columns = ("cause", "here", "tensors changed", "first at", "alone", "all but it", "up to it", "share")
+    distances = ("alone: from Transformers", "all but it: to SGLang", "up to it: to SGLang")
+    columns = ("cause", "here", "tensors changed", "first at", *distances, "share")
     note = (
         f"<p>{TITLES[part.part]}: distance {number(part.total)} at {text(part.end)}, explained "
         f"{number(part.explained)}, of it interaction {number(part.interaction)}; {part.plans} plans; {part.flipped} "
