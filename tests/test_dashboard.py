@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from vlmlab.dashboard import Dashboard
+from vlmlab.dashboard import Dashboard, show_three_numbers
 from vlmlab.explorer import Explorer
 from vlmlab.hybrid import Hybrid
 
@@ -180,3 +180,13 @@ def test_the_dashboard_answers_to_clicks_in_jupyterlab(lab, traces, browser):
     page.screenshot(path=screenshot)
     assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
     assert screenshot.stat().st_size > 10_000
+
+
+def test_three_numbers_show_both_orders_and_follow_the_controls():
+    box = show_three_numbers()
+    *numbers, form, shown = box.children
+    assert "(a + b) + c = 256.0" in shown.value and "a + (b + c) = 258.0" in shown.value
+    form.value = "fp32"
+    assert shown.value.count("c = 258.0") == 1 and "a + (b + c) = 258.0" in shown.value
+    numbers[0].value = 100.0
+    assert "exactly 102.0" in shown.value

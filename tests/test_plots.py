@@ -6,7 +6,7 @@ from test_compare import NAMES, _trace
 from test_trace import INFO
 
 from vlmlab.compare import compare_traces
-from vlmlab.plots import plot_decay, plot_plan, plot_token_heat, plot_worst_tokens
+from vlmlab.plots import plot_decay, plot_growth, plot_plan, plot_sums, plot_token_heat, plot_worst_tokens
 from vlmlab.trace import Trace
 
 pytestmark = pytest.mark.engine
@@ -87,3 +87,12 @@ def test_figures_do_not_pile_up(comparison):
     before = plt.get_fignums()
     plot_decay(comparison, "vision")
     assert plt.get_fignums() == before
+
+
+def test_sums_and_growth_are_drawn():
+    axes = plot_sums([1.0, 1.0, 1.5, 2.0], 1.25, 0.5, "title").axes[0]
+    assert [bar.get_height() for bar in axes.patches] == [2, 1, 1] and axes.get_title() == "title"
+    errors = pd.DataFrame({"sequential": [1e-3, 4e-3], "pairwise": [1e-3, 2e-3]}, index=[4, 64])
+    lines = plot_growth(errors, 2.0**-9, "title").axes[0].get_lines()
+    assert [line.get_label() for line in lines] == ["sequential", "pairwise", "n u", "sqrt(n) u"]
+    assert list(lines[0].get_ydata()) == [1e-3, 4e-3]

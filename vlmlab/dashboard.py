@@ -2,20 +2,25 @@
 
 show_dashboard      the widgets, ready to display
 Dashboard           the same with its parts at hand
+show_three_numbers  (a + b) + c against a + (b + c), step by step
 
 It computes nothing itself: `explorer` gives the numbers, `plots` the figures. Figures are drawn without pyplot and
 shown as PNG, so none stays open.
 """
 
+import math
 from html import escape
 from typing import Any
 
 import ipywidgets as widgets
+import pandas as pd
 from PIL import Image
 
 from vlmlab.causes import causes_of
 from vlmlab.explorer import BASELINES, METRICS, Curve, Explorer
+from vlmlab.floats import FORMATS
 from vlmlab.plots import plot_plan, plot_worst_tokens, to_png
+from vlmlab.summation import steps
 
 TITLES = {"vision": "ViT", "language": "language model"}
 
@@ -130,3 +135,27 @@ def show_dashboard(
     Args: see Dashboard. Returns: widget.
     """
     return Dashboard(explorer, image, grid).widget
+
+
+def show_three_numbers(a: float = 256.0, b: float = 1.0, c: float = 1.0, form: str = "bf16") -> widgets.Widget:
+    """Three sliders and a format: both orders, every addition, what was rounded away.
+
+    Args: a, b, c: to begin with. form: of floats.FORMATS. Returns: widget.
+    """
+    numbers = [
+        widgets.FloatSlider(value=v, min=-512, max=512, step=0.125, description=name, continuous_update=False)
+        for name, v in (("a", a), ("b", b), ("c", c))
+    ]
+    chosen, shown = widgets.Dropdown(options=list(FORMATS), value=form, description="format"), widgets.HTML()
+
+    def show(change: Any = None) -> None:
+        values, tables = [number.value for number in numbers], []
+        for title, tree in (("(a + b) + c", ((0, 1), 2)), ("a + (b + c)", (0, (1, 2)))):
+            found = pd.DataFrame([vars(step) for step in steps(tree, values, FORMATS[chosen.value])])
+            tables.append(f"<b>{title} = {found['rounded'].iloc[-1]}</b>{found.to_html(index=False, border=0)}")
+        shown.value = f"{''.join(tables)}<p>exactly {math.fsum(values)}</p>"
+
+    for control in (*numbers, chosen):
+        control.observe(show, names="value")
+    show()
+    return widgets.VBox([*numbers, chosen, shown])

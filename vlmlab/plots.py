@@ -8,6 +8,7 @@ to_png              a figure as a picture file's bytes
 """
 
 import io
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -196,6 +197,46 @@ def plot_plan(table: pd.DataFrame, metric: str, title: str) -> Figure:
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", fontsize=8)
     axes.set_title(title, fontsize=10, loc="left")
+    return figure
+
+
+def plot_sums(sums: Sequence[float], exact: float, spacing: float, title: str) -> Figure:
+    """How the sums of the same numbers in different orders are distributed.
+
+    Args: sums: one per order. exact: rounded nowhere. spacing: of the format there, drawn as a grid. title: text.
+    """
+    figure = Figure(figsize=(8, 3))
+    axes = figure.subplots()
+    values, counts = np.unique(np.asarray(sums), return_counts=True)
+    axes.bar(values, counts, width=0.8 * spacing, color="#d35400", label="orders")
+    axes.axvline(exact, color="#2e86c1", label=f"exact {exact:.6g}")
+    low, high = min(values.min(), exact), max(values.max(), exact)
+    if (high - low) / spacing < 60:
+        axes.set_xticks(np.arange(np.floor(low / spacing), np.ceil(high / spacing) + 1) * spacing, minor=True)
+        axes.grid(axis="x", which="minor", alpha=0.3)
+    axes.set(title=title, xlabel="sum; grid: values the format has", ylabel="random orders")
+    axes.legend()
+    figure.tight_layout()
+    return figure
+
+
+def plot_growth(errors: pd.DataFrame, unit: float, title: str) -> Figure:
+    """How a sum's error grows with the number of summands, against what theory bounds.
+
+    Args: errors: one column per order, indexed by n; relative to the sum of absolute values. unit: half the format's
+    spacing at 1. title: text.
+    """
+    figure = Figure(figsize=(8, 3.5))
+    axes = figure.subplots()
+    for name in errors:
+        axes.loglog(errors.index, errors[name], marker="o", label=name)
+    n = errors.index.to_numpy(float)
+    axes.loglog(n, unit * n, "--", color="#808080", label="n u")
+    axes.loglog(n, unit * np.sqrt(n), ":", color="#808080", label="sqrt(n) u")
+    axes.set(title=title, xlabel="n", ylabel="error / sum of |x|")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
     return figure
 
 

@@ -506,8 +506,8 @@ def linear(
 ) -> BlackBox:
     """One row of torch.nn.functional.linear on [tokens, n] with a weight [width, n]; masks are rows of the weight.
 
-    Args: n: summands. tokens: rows of the batch, M. row: which of them. width: output features. threads: of torch on the
-    CPU, None for as many as there are.
+    Args: n: summands. tokens: rows of the batch, M. row: which of them. width: output features. threads: of torch on
+    the CPU, None for as many as there are.
     """
 
     def run(numbers: Tensor) -> Tensor:
