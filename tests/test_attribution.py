@@ -175,6 +175,14 @@ def test_what_a_cause_does_alone(attributed, asked_on):
     assert attributed(QWEN2, "language").end == part_end(hybrid, "language") == "layers.27.resid_post"
 
 
+def test_tokens_that_any_plan_routes_elsewhere_stand_apart(attributed):
+    assert (attributed(QWEN2, "language").flipped, attributed(QWEN2, "language").flipped_total) == (0, None)
+    found = attributed(MOE, "language")
+    assert found.flipped > 0 and found.flipped_total > found.total
+    assert all(abs(effect.share) < found.total for effect in found.effects)
+    assert not [e for e in found.effects if e.alone.first and e.alone.first.endswith(".experts")]  # no hook point
+
+
 def test_attention_counts_as_a_cause_where_transformers_runs_eager(asked_on):
     hybrid, asked, _ = asked_on(QWEN2)
     found = attribute(hybrid, asked, "language", hf_plan("eager"), sglang_plan(), lambda line: None)
@@ -303,6 +311,7 @@ def test_tokens_routed_to_other_experts_are_left_out():
     assert flipped_tokens({"x": truth["x"]}, hf) is None  # a dense decoder
     [row] = closer_to_truth(truth, hf, sglang, ["x"])
     assert (row.closer, row.flipped, row.hf) == ("hf", 1, 0.0)
+    assert close(row.hf_flipped, 99) and row.sglang_flipped == 0  # reported apart
     sglang["layers.0.experts"] = torch.tensor([[6, 1], [2, 3], [4, 5]])
     [row] = closer_to_truth(truth, hf, sglang, ["x"])
     assert (row.closer, row.flipped) == ("tie", 2)
@@ -310,7 +319,7 @@ def test_tokens_routed_to_other_experts_are_left_out():
     [row] = closer_to_truth(
         {**truth, "y": truth["x"][:1]}, {**hf, "y": truth["x"][:1]}, {**sglang, "y": truth["x"][:1] * 2}, ["y"]
     )
-    assert (row.closer, row.flipped) == ("hf", 0)
+    assert (row.closer, row.flipped) == ("hf", 0) and row.hf_flipped is None
 
 
 def test_near_ties_are_within_one_unit_of_bfloat16():
@@ -338,7 +347,7 @@ def made_up(number=0.5, outside=False):
     finding = Finding("layers.3.mlp_out", 3, "MLP", 7, number, number, number, number, number, outside, False, 0)
     rounding, found = Verdict("rounding", ()), Verdict("bug" if outside else "rounding", (finding,))
     effects = (CauseEffect("rms_norm", "language", True, None, number, Alone(9, "layers.0.attn_out", number, number)),)
-    part = Attribution("language", "layers.3.resid_post", number, number, number, 2, 0, effects)
+    part = Attribution("language", "layers.3.resid_post", number, number, number, 2, 0, None, effects)
     row = Nearness("final_norm", number, number, "tie", number, 0)
     return Explanation(
         {"hf": rounding, "sglang": found},

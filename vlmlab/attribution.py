@@ -95,7 +95,7 @@ class Attribution:
     """The causes of one part. end: hook point where distances are taken. total: distance between Transformers and
     SGLang. explained: what all live causes together take off. interaction: what the shares hold beyond the effects
     alone. plans: combinations of live causes computed. flipped: tokens for which any of the plans chose other experts
-    somewhere; they are left out of every distance."""
+    somewhere; they are left out of every distance. flipped_total: the distance at these alone, None without any."""
 
     part: str
     end: str
@@ -104,6 +104,7 @@ class Attribution:
     interaction: float
     plans: int
     flipped: int
+    flipped_total: float | None
     effects: tuple[CauseEffect, ...]
 
 
@@ -121,10 +122,14 @@ def flipped_tokens(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor |
 
 
 def _distance(a: Tensor, b: Tensor, without: Tensor | None = None) -> float:
-    """Root mean square over tokens of the relative L2 error of b to a."""
+    """Root mean square over tokens of the relative L2 error of b to a. Args: without: [T] bool, tokens to leave out."""
     errors = rel_l2_error(a, b)
     if without is not None and len(without) == len(errors):
         errors = errors[~without]
+    return _rms(errors)
+
+
+def _rms(errors: Tensor) -> float:
     return errors.square().mean().sqrt().item() if len(errors) else math.nan
 
 
@@ -183,8 +188,10 @@ def attribute(
         effects.append(CauseEffect(name, part, is_live, acts, shares.get(name, 0.0), alone, left_out, cumulative))
     explained = worth[frozenset(names)]
     interaction = explained - sum(worth[frozenset({name})] for name in names)
-    left = int(flipped.sum()) if flipped is not None else 0
-    return Attribution(part, end, total, explained, interaction, 2 ** len(live), left, tuple(effects))
+    left, apart = 0, None
+    if flipped is not None and flipped.any():
+        left, apart = int(flipped.sum()), _distance(base[end], target[end], ~flipped)
+    return Attribution(part, end, total, explained, interaction, 2 ** len(live), left, apart, tuple(effects))
 
 
 def _larger_subsets(causes: Sequence[Cause]) -> Iterator[tuple[Cause, ...]]:
@@ -265,7 +272,7 @@ def control(hybrid: Hybrid, asked: Asked, cause: Cause, goal: Plan) -> bool:
 class Nearness:
     """One hook point. hf, sglang: relative L2 error to float64, root mean square over tokens. closer: "hf", "sglang" or
     "tie" (equal). sglang_share: share of tokens at which SGLang is closer. flipped: tokens routed to other experts
-    than in float64 by either engine, left out."""
+    than in float64 by either engine, left out. hf_flipped, sglang_flipped: errors at these alone, None without any."""
 
     hookpoint: str
     hf: float
@@ -273,6 +280,8 @@ class Nearness:
     closer: str
     sglang_share: float
     flipped: int
+    hf_flipped: float | None = None
+    sglang_flipped: float | None = None
 
 
 def closer_to_truth(
@@ -287,13 +296,14 @@ def closer_to_truth(
     rows = []
     for name in names:
         errors = [rel_l2_error(truth[name], side[name]) for side in (hf, sglang)]
-        out = flipped if flipped is not None and len(flipped) == len(errors[0]) else None
-        if out is not None:
-            errors = [error[~out] for error in errors]
-        a, b = (error.square().mean().sqrt().item() for error in errors)
-        share = (errors[1] < errors[0]).double().mean().item()
+        out = torch.zeros(len(errors[0]), dtype=torch.bool)
+        if flipped is not None and len(flipped) == len(out):
+            out = flipped
+        a, b = (_rms(error[~out]) for error in errors)
+        share = (errors[1] < errors[0])[~out].double().mean().item()
         closer = "tie" if a == b else "hf" if a < b else "sglang"
-        rows.append(Nearness(name, a, b, closer, share, 0 if out is None else int(out.sum())))
+        apart = [_rms(error[out]) if out.any() else None for error in errors]
+        rows.append(Nearness(name, a, b, closer, share, int(out.sum()), *apart))
     return tuple(rows)
 
 

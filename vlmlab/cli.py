@@ -245,6 +245,7 @@ def _print_explanation(explanation: "Explanation") -> None:
         print(
             f"{part.part}: distance {part.total:.3e}, explained {part.explained:.3e}, of it interaction "
             f"{part.interaction:.3e}; {part.plans} plans; {part.flipped} tokens routed differently are left out"
+            + ("" if part.flipped_total is None else f", their distance {part.flipped_total:.3e}")
         )
     for name in ("vision.merger", "final_norm", "logits"):
         for row in explanation.nearness:
@@ -252,6 +253,7 @@ def _print_explanation(explanation: "Explanation") -> None:
                 print(
                     f"truth at {name}: hf errs {row.hf:.3e}, sglang {row.sglang:.3e}; closer: {row.closer}, "
                     f"sglang at {row.sglang_share:.0%} of tokens; {row.flipped} routed differently are left out"
+                    + (f", there hf {row.hf_flipped:.3e}, sglang {row.sglang_flipped:.3e}" if row.flipped else "")
                 )
     for cause, kernel in explanation.kernels.items():
         print(f"kernel: {cause} by {kernel}")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from vlmlab import arithmetic, charts
-from vlmlab.attribution import Attribution, Explanation, explain, flipped_tokens
+from vlmlab.attribution import Attribution, Explanation, explain
 from vlmlab.causes import CAUSES, Cause, causes_of
 from vlmlab.checkpoint import Checkpoint
 from vlmlab.compare import Comparison, compare_inputs, compare_traces, next_token, public_figures
@@ -343,9 +343,7 @@ def _tokens(run: Investigation, part: str, texts: Sequence[str]) -> str:
     worst = sorted(range(len(values[-1])), key=lambda t: -(values[-1][t] or 0))[:10]
     listed = [(t, texts[t] if texts else "", values[-1][t]) for t in worst]
     table = _table(("merged token" if part == "vision" else "token", "text", MEASURE), listed, f"Worst at {names[-1]}")
-    flips = flipped_tokens(run.hf.tensors, run.sglang.tensors) if part == "language" else None
-    note = "" if flips is None else f"<p>{int(flips.sum())} tokens were routed to other experts somewhere.</p>"
-    return f"<h3>{text(title)}</h3>{note}{_chart(spec, title, many_marks=True)}{table}"
+    return f"<h3>{text(title)}</h3>{_chart(spec, title, many_marks=True)}{table}"
 
 
 def _steps(run: Investigation) -> str:
@@ -431,7 +429,7 @@ def _shares(part: Attribution) -> str:
     note = (
         f"<p>{TITLES[part.part]}: distance {number(part.total)} at {text(part.end)}, explained "
         f"{number(part.explained)}, of it interaction {number(part.interaction)}; {part.plans} plans; {part.flipped} "
-        "tokens routed differently are left out.</p>"
+        f"tokens routed differently are left out; the distance at these alone: {number(part.flipped_total)}.</p>"
     )
     return _table(columns, rows) + note
 
@@ -439,7 +437,9 @@ def _shares(part: Attribution) -> str:
 def _truth(run: Investigation) -> str:
     rows = [vars(row) for row in run.explanation.nearness]
     ends = [r for r in rows if r["hookpoint"] in ("vision.merger", "final_norm", "logits")]
-    columns = ("hookpoint", "hf", "sglang", "closer", "sglang_share", "flipped")
+    columns = ["hookpoint", "hf", "sglang", "closer", "sglang_share"]
+    if any(row["flipped"] for row in rows):  # tokens routed to other experts than in float64 stand apart
+        columns += ["flipped", "hf_flipped", "sglang_flipped"]
 
     def table(chosen: Sequence[Mapping[str, Any]]) -> str:
         return _table(columns, [[row[column] for column in columns] for row in chosen])
