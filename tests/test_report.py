@@ -248,7 +248,10 @@ def test_a_run_of_unknown_weights_is_refused_in_one_sentence(traces, tmp_path, c
 
 
 def test_the_command_reproduces_the_run(investigation):
-    assert command_of(investigation) == "vlmlab explain --model qwen2-vl-tiny --image PICTURE --prompt PROMPT"
+    command = "vlmlab explain --model data/checkpoints/qwen2-vl-tiny --image PICTURE --prompt PROMPT"
+    assert command_of(investigation) == command
+    stepped = dataclasses.replace(investigation, steps=[(investigation.hf, investigation.sglang)])
+    assert command_of(stepped) == f"{command} --decode 1"
 
 
 def test_a_bug_stands_at_the_head(investigation, tmp_path, opened):

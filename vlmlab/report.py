@@ -24,7 +24,7 @@ from torch import Tensor
 from vlmlab import arithmetic, charts
 from vlmlab.attribution import Attribution, Explanation, explain
 from vlmlab.causes import CAUSES, Cause, causes_of
-from vlmlab.checkpoint import Checkpoint
+from vlmlab.checkpoint import DATA, Checkpoint
 from vlmlab.compare import Comparison, compare_inputs, compare_traces, next_token, public_figures
 from vlmlab.explorer import BASELINES, METRICS, Explorer, is_stream
 from vlmlab.hybrid import Hybrid
@@ -240,12 +240,17 @@ def _facts(run: Investigation) -> str:
 
 
 def command_of(run: Investigation) -> str:
-    """The command that captures and explains the same again. Args: run. Returns: one line for a shell."""
-    words = ["vlmlab", "explain", "--model", run.hf.info.model]
+    """The command that captures and explains the same again, from this project's folder. Returns: one shell line."""
+    folder, model = run.checkpoint.folder, run.hf.info.model
+    if folder.is_relative_to(DATA):
+        model = str(folder.relative_to(DATA.parent))
+    words = ["vlmlab", "explain", "--model", model]
     if run.hf.info.input_hash != reference_inputs(run.checkpoint).hash:
         words += ["--image", "PICTURE", "--prompt", "PROMPT"]
     if run.hf.info.attention != "sdpa":
         words += ["--attention", run.hf.info.attention]
+    if run.steps:
+        words += ["--decode", str(len(run.steps))]
     return shlex.join(words)
 
 
