@@ -28,6 +28,7 @@ lab: $(READY)
 bench: $(READY)
 	$(VENV)/bin/python benchmarks/compare_phases.py
 	$(VENV)/bin/python benchmarks/hybrid.py
+	$(VENV)/bin/python benchmarks/reveal.py
 
 pictures: report
 	@mkdir -p data/pictures
