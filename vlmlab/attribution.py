@@ -340,15 +340,24 @@ class Explanation:
         words = {verdict.word for verdict in self.verdicts.values()}
         return next((word for word in ("bug", "no evidence") if word in words), "rounding")
 
+    @property
+    def live(self) -> list[str]:
+        """Names of the causes that are live on this input, in the order of the forward pass."""
+        return [effect.name for part in self.attributions for effect in part.effects if effect.live]
+
+    @property
+    def remainder(self) -> int:
+        """Tensors of both engines that their plans do not reproduce bit for bit."""
+        return sum(closed.total - closed.equal for closed in self.closures.values())
+
     def json(self) -> dict[str, Any]:
         """The object that `vlmlab explain --json` prints."""
         first = self.first_outside
-        unexplained = [c.total - c.equal for c in self.closures.values()]
         return {
             "verdict": self.word,
             "first_outside": None if first is None else {"engine": first[0], **_finite(asdict(first[1]))},
             "closure": {e: {"tensors_equal": c.equal, "tensors_total": c.total} for e, c in self.closures.items()},
-            "remainder": {"tensors": sum(unexplained), "elements": sum(c.elements for c in self.closures.values())},
+            "remainder": {"tensors": self.remainder, "elements": sum(c.elements for c in self.closures.values())},
             "kernels": dict(self.kernels),
             "causes": [_finite(asdict(effect)) for part in self.attributions for effect in part.effects],
             "closer_to_truth": [_finite(asdict(row)) for row in self.nearness],

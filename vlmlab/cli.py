@@ -212,6 +212,8 @@ def _reveal(options: argparse.Namespace) -> int:
         raise VlmlabError(f"--rows and --row are for linear and matmul, not for {options.op}")
     if not 0 <= options.row < options.rows:
         raise VlmlabError(f"expected --row between 0 and {options.rows - 1}, got {options.row}")
+    if options.op not in OPS:
+        raise VlmlabError(f"expected one of {', '.join(OPS)}, got {options.op!r}")
     if options.n < 2:
         raise VlmlabError(f"expected --n of at least 2 numbers, got {options.n}")
     found = reveal_order(OPS[options.op](options.n, getattr(torch, options.dtype), options.device, **batch))
@@ -261,8 +263,7 @@ def _print_explanation(explanation: "Explanation") -> None:
         equal = f"{closed.equal} of {closed.total} tensors bit-equal, {closed.elements} elements differ"
         kept = f"; first {closed.first}, kept in unexplained-{engine}.safetensors" if closed.first else ""
         print(f"closure {engine}: {equal}{kept}")
-    remainder = sum(closed.total - closed.equal for closed in explanation.closures.values())
-    print(f"unexplained remainder: {remainder} tensors")
+    print(f"unexplained remainder: {explanation.remainder} tensors")
     for engine, verdict in explanation.verdicts.items():
         tie = "; its two likeliest next tokens nearly tie" if explanation.near_tie[engine] else ""
         print(f"{engine}: {verdict.sentence()}{tie}")
@@ -422,7 +423,7 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
 
     reveal = commands.add_parser("reveal", parents=[debug], help="in which order an operation adds, by probing")
-    reveal.add_argument("op", choices=("sum", "mean", "dot", "matmul", "linear"))
+    reveal.add_argument("op", metavar="OP", help="sum, mean, dot, matmul or linear")
     reveal.add_argument("--n", type=int, default=64, help="numbers to add (default: 64)")
     reveal.add_argument("--dtype", default="float32", choices=("float64", "float32", "bfloat16", "float16"))
     reveal.add_argument("--rows", type=int, default=1, metavar="M", help="rows of the batch, for linear and matmul")

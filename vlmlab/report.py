@@ -31,10 +31,13 @@ from vlmlab.hybrid import Hybrid
 from vlmlab.inputs import picture_of, reference_inputs, token_texts
 from vlmlab.page import assemble, embed_json, number, text, write_page
 from vlmlab.trace import RunInfo, Trace
+from vlmlab.verdict import MARGIN, TOKEN_MARGIN
 
 TITLES = {"vision": "ViT", "language": "Language model"}
 SHOWN_BASELINES = ("sglang", "hf", "truth")
 SHOWN_CHANNELS = 8
+
+Picture = tuple[str, int, int]  # JPEG as a data URL, rows and columns of merged tokens
 MEASURE = "1 - cosine"
 
 STYLE = """
@@ -160,14 +163,14 @@ def _data_url(content: bytes, kind: str) -> str:
 
 
 def _section(run: Investigation, k: int) -> str:
-    tokens = token_texts(run.checkpoint, run.hf["inputs.input_ids"])
+    tokens, picture = token_texts(run.checkpoint, run.hf["inputs.input_ids"]), _picture(run)
     parts = run.explorer.parts
     pieces = [
         _head(run),
         _facts(run),
-        _asked(run, tokens),
+        _asked(run, tokens, picture),
         *(_plans(run, part) for part in parts),
-        *(_tokens(run, part, tokens) for part in parts),
+        *(_tokens(run, part, tokens, picture) for part in parts),
         _steps(run),
         _operations(run),
         _causes(run),
@@ -181,9 +184,7 @@ def _section(run: Investigation, k: int) -> str:
 def _head(run: Investigation) -> str:
     """The verdict, the one number, what would overturn it."""
     explanation, floor = run.explanation, run.comparison.floor("language")
-    missed = sum(closed.total - closed.equal for closed in explanation.closures.values())
     total = sum(closed.total for closed in explanation.closures.values())
-    live = [effect.name for part in explanation.attributions for effect in part.effects if effect.live]
     found = explanation.first_outside
     said = {
         "bug": "It is a bug.",
@@ -200,8 +201,8 @@ def _head(run: Investigation) -> str:
     same = len(set(explanation.next_tokens.values())) == 1
     answer = (
         f"<p><strong>{text(said + where)}</strong> Lowest cosine of any token in the language model: "
-        f"<strong>{lowest}</strong>{text(at)}. {total - missed} of {total} tensors are reproduced bit for bit. "
-        f"Live causes: {text(', '.join(live) or 'none')}. "
+        f"<strong>{lowest}</strong>{text(at)}. {total - explanation.remainder} of {total} tensors are reproduced bit "
+        f"for bit. Live causes: {text(', '.join(explanation.live) or 'none')}. "
         f"{'Both engines choose the same next token' if same else 'The engines choose different next tokens'}"
         f"{' (a near-tie)' if any(explanation.near_tie.values()) else ''}.</p>"
     )
@@ -254,7 +255,7 @@ def command_of(run: Investigation) -> str:
     return shlex.join(words)
 
 
-def _asked(run: Investigation, tokens: Sequence[str]) -> str:
+def _asked(run: Investigation, tokens: Sequence[str], picture: Picture | None) -> str:
     """Picture, prompt and next tokens."""
     lines = []
     for token, group in itertools.groupby(tokens):
@@ -267,7 +268,6 @@ def _asked(run: Investigation, tokens: Sequence[str]) -> str:
             run.explanation.next_tokens.items(), token_texts(run.checkpoint, ids), strict=True
         )
     ]
-    picture = _picture(run)
     shown = "" if picture is None else f'<img alt="the picture as the engines saw it" width="420" src="{picture[0]}">'
     return (
         f"<h3>What was asked</h3>{shown}<p>{len(tokens)} tokens:</p><pre>{''.join(lines)}</pre>"
@@ -275,8 +275,8 @@ def _asked(run: Investigation, tokens: Sequence[str]) -> str:
     )
 
 
-def _picture(run: Investigation) -> tuple[str, int, int] | None:
-    """(JPEG as a data URL, rows, columns of merged tokens), from the pixels that were captured."""
+def _picture(run: Investigation) -> Picture | None:
+    """The picture, from the pixels that were captured."""
     pixels, grid = (run.hf.tensors.get(f"inputs.{name}") for name in ("pixel_values", "image_grid_thw"))
     if pixels is None or grid is None:
         return None
@@ -289,9 +289,7 @@ def _picture(run: Investigation) -> tuple[str, int, int] | None:
 
 
 def _live(run: Investigation, part: str) -> list[Cause]:
-    (attribution,) = (a for a in run.explanation.attributions if a.part == part)
-    live = {effect.name for effect in attribution.effects if effect.live}
-    return [cause for cause in causes_of(run.explorer.hybrid.family, part) if cause.name in live]
+    return [cause for cause in causes_of(run.explorer.hybrid.family, part) if cause.name in run.explanation.live]
 
 
 def _plans(run: Investigation, part: str) -> str:
@@ -331,18 +329,18 @@ def _plans(run: Investigation, part: str) -> str:
     )
 
 
-def _tokens(run: Investigation, part: str, texts: Sequence[str]) -> str:
+def _tokens(run: Investigation, part: str, texts: Sequence[str], picture: Picture | None) -> str:
     """Every token of the two traces at every hook point of the stream."""
     cosines = run.comparison.cosines
     names = [row.hookpoint for row in run.comparison.part(part) if is_stream(row.hookpoint)]
     names = [name for name in names if name in cosines]
-    picture, title = None, f"{TITLES[part]}: every token, Transformers against SGLang"
+    title = f"{TITLES[part]}: every token, Transformers against SGLang"
     if part == "vision":
-        picture = _picture(run)
         size = run.hf["vision.merger"].shape[0]
         values = [_per_merged_token(1 - cosines[name], size) for name in names]
         texts = ()
     else:
+        picture = None
         values = [(1 - cosines[name]).clamp(min=0).tolist() for name in names]
     spec = charts.token_charts(title, names, values, MEASURE, _visible(texts), picture)
     worst = sorted(range(len(values[-1])), key=lambda t: -(values[-1][t] or 0))[:10]
@@ -406,7 +404,8 @@ def _operations(run: Investigation) -> str:
     )
     return (
         "<h3>Bug or rounding: every operation from its own captured input</h3><p>Ratio: error to float64 over that of "
-        f"the worst legal plan. Up to 2 (any token: 4) is rounding.</p>{_table(columns, rows)}{listed}{closed}"
+        f"the worst legal plan. Up to {MARGIN:g} (any token: {TOKEN_MARGIN:g}) is rounding.</p>"
+        f"{_table(columns, rows)}{listed}{closed}"
     )
 
 
@@ -414,8 +413,7 @@ def _causes(run: Investigation) -> str:
     tables = []
     for part in run.explanation.attributions:
         tables.append(_shares(part))
-    known = {cause.name: cause for cause in CAUSES}
-    live = [known[e.name] for part in run.explanation.attributions for e in part.effects if e.live]
+    live = [cause for part in run.explorer.parts for cause in _live(run, part)]
     formulas = _table(
         ("cause", "what", "Transformers", "SGLang", "where in Transformers", "where in SGLang"),
         [(c.name, c.explanation, c.hf, c.sglang, c.hf_source, c.sglang_source) for c in live],

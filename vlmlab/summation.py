@@ -101,30 +101,21 @@ def add(tree: Tree, numbers: Tensor, form: Format) -> Tensor:
 
     Args: tree: over n leaves. numbers: [..., n] float64, values of the format. form: format. Returns: [...] float64.
     """
-    done: list[Tensor] = []
-    for node in _bottom_up(tree):
-        if isinstance(node, int):
-            done.append(round_to(numbers[..., node], form))
-        else:
-            parts = done[-len(node) :]
-            del done[-len(node) :]
-            total = parts[0]
-            for part in parts[1:]:
-                total = round_to(total + part, form)
-            done.append(total)
-    return done[0]
+
+    def join(parts: list[Tensor]) -> Tensor:
+        total = parts[0]
+        for part in parts[1:]:
+            total = round_to(total + part, form)
+        return total
+
+    return _fold(tree, lambda leaf: round_to(numbers[..., leaf], form), join)
 
 
 def steps(tree: Tree, numbers: Sequence[float], form: Format) -> list[Step]:
     """Every addition of `add`, in the order in which it happens. Args: as in add, numbers: n floats."""
-    done: list[float] = []
     found = []
-    for node in _bottom_up(tree):
-        if isinstance(node, int):
-            done.append(_rounded(numbers[node], form))
-            continue
-        parts = done[-len(node) :]
-        del done[-len(node) :]
+
+    def join(parts: list[float]) -> float:
         total = parts[0]
         for part in parts[1:]:
             exact = total + part
@@ -132,7 +123,9 @@ def steps(tree: Tree, numbers: Sequence[float], form: Format) -> list[Step]:
             spacing = ulp(torch.tensor(exact, dtype=torch.float64), form).item()
             found.append(Step(total, part, exact, rounded, exact - rounded, spacing))
             total = rounded
-        done.append(total)
+        return total
+
+    _fold(tree, lambda leaf: _rounded(numbers[leaf], form), join)
     return found
 
 
@@ -165,6 +158,19 @@ def _bottom_up(tree: Tree) -> list[Tree]:
     return order[::-1]
 
 
+def _fold(tree: Tree, leaf: Callable[[int], Any], join: Callable[[list[Any]], Any]) -> Any:
+    """The value of a tree: `leaf` of every leaf, `join` of the values of a node's children."""
+    done: list[Any] = []
+    for node in _bottom_up(tree):
+        if isinstance(node, int):
+            done.append(leaf(node))
+        else:
+            parts = done[-len(node) :]
+            del done[-len(node) :]
+            done.append(join(parts))
+    return done[0]
+
+
 def leaves(tree: Tree) -> list[int]:
     """The leaves, left to right."""
     stack, found = [tree], []
@@ -179,15 +185,12 @@ def leaves(tree: Tree) -> list[int]:
 
 def canonical(tree: Tree) -> Tree:
     """Children by their smallest leaf: addition commutes, so trees that differ only there are equal."""
-    done: list[tuple[int, Tree]] = []
-    for node in _bottom_up(tree):
-        if isinstance(node, int):
-            done.append((node, node))
-        else:
-            parts = sorted(done[-len(node) :], key=lambda part: part[0])
-            del done[-len(node) :]
-            done.append((parts[0][0], tuple(part for _, part in parts)))
-    return done[0][1]
+
+    def join(parts: list[tuple[int, Tree]]) -> tuple[int, Tree]:
+        parts = sorted(parts, key=lambda part: part[0])
+        return parts[0][0], tuple(part for _, part in parts)
+
+    return _fold(tree, lambda leaf: (leaf, leaf), join)[1]
 
 
 def same_order(a: Tree, b: Tree) -> bool:
@@ -198,16 +201,13 @@ def same_order(a: Tree, b: Tree) -> bool:
 
 def flat(tree: Tree) -> Any:
     """A tree as shallow lists, for JSON: `[a, b, c]` is (a + b) + c, `{"fused": [a, b, c]}` one fused addition."""
-    done: list[Any] = []
-    for node in _bottom_up(tree):
-        if isinstance(node, int):
-            done.append(node)
-            continue
-        parts = done[-len(node) :]
-        del done[-len(node) :]
-        chained = len(node) == 2 and isinstance(parts[0], list)
-        done.append([*parts[0], parts[1]] if chained else parts if len(node) == 2 else {"fused": parts})
-    return done[0]
+
+    def join(parts: list[Any]) -> Any:
+        if len(parts) > 2:
+            return {"fused": parts}
+        return [*parts[0], parts[1]] if isinstance(parts[0], list) else parts
+
+    return _fold(tree, lambda leaf: leaf, join)
 
 
 def text_form(tree: Tree) -> str:
@@ -216,20 +216,15 @@ def text_form(tree: Tree) -> str:
     `0..30/2` is a chain: 0, 2, 4, ... 30 added one after the other; `[0 1 3 .. 254](256)` a chain of 256 leaves without
     a constant step; `(a + b)` one addition; `{a, b, c}` a fused one.
     """
-    done: list[tuple[str, list[int]]] = []  # text, and the leaves where it is a plain chain
-    for node in _bottom_up(tree):
-        if isinstance(node, int):
-            done.append((str(node), [node]))
-            continue
-        parts = done[-len(node) :]
-        del done[-len(node) :]
-        if len(node) == 2 and parts[0][1] and len(parts[1][1]) == 1:
+
+    def join(parts: list[tuple[str, list[int]]]) -> tuple[str, list[int]]:  # text, and the leaves of a plain chain
+        if len(parts) == 2 and parts[0][1] and len(parts[1][1]) == 1:
             chain = parts[0][1] + parts[1][1]
-            done.append((_run(chain), chain))
-        else:
-            texts = [words for words, _ in parts]
-            done.append((f"({texts[0]} + {texts[1]})" if len(node) == 2 else f"{{{', '.join(texts)}}}", []))
-    return done[0][0]
+            return _run(chain), chain
+        texts = [words for words, _ in parts]
+        return (f"({texts[0]} + {texts[1]})" if len(parts) == 2 else f"{{{', '.join(texts)}}}"), []
+
+    return _fold(tree, lambda leaf: (str(leaf), [leaf]), join)[0]
 
 
 def _run(chain: list[int]) -> str:
