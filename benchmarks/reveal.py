@@ -10,7 +10,9 @@ import dataclasses
 
 import torch
 
-from vlmlab.summation import linear, matmul, reveal_order, same_order
+from vlmlab.reveal import reveal_order
+from vlmlab.reveal_ops import linear, matmul
+from vlmlab.summation import same_order
 
 CASES = {
     "linear bf16, n = 1024, 830 rows": linear(1024, torch.bfloat16, tokens=830),

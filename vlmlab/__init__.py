@@ -6,9 +6,11 @@ errors              VlmlabError, the one sentence a person gets instead of a tra
 machine             what this machine has: versions, devices, which engine can run and why not
 metrics             how different two tensors are
 floats              floating-point formats, and rounding to them
-summation           the same numbers added in a chosen order; the order a callable adds in
+summation           the same numbers added in a chosen order
+reveal              the order in which a given callable adds, by probing
 kernels             SGLang's own CUDA kernels, where they can be imported
 arithmetic          each debatable step in each engine's way, as pure functions
+reveal_ops          this machine's kernels as callables that sum
 demos               a handful of numbers per cause, computed both ways
 hookpoints          the canonical name of every captured tensor and where each engine produces it
 checkpoint          a checkpoint folder, checked and hashed before any engine sees it

@@ -205,15 +205,17 @@ def _report(options: argparse.Namespace) -> int:
 def _reveal(options: argparse.Namespace) -> int:
     import torch
 
-    from vlmlab.summation import OPS, flat, reveal_order, text_form
+    from vlmlab.reveal import reveal_order
+    from vlmlab.reveal_ops import OPS
+    from vlmlab.summation import flat, text_form
 
-    batch = {"tokens": options.rows, "row": options.row} if options.op in ("linear", "matmul") else {}
-    if not batch and (options.rows, options.row) != (1, 0):
-        raise VlmlabError(f"--rows and --row are for linear and matmul, not for {options.op}")
-    if not 0 <= options.row < options.rows:
-        raise VlmlabError(f"expected --row between 0 and {options.rows - 1}, got {options.row}")
     if options.op not in OPS:
         raise VlmlabError(f"expected one of {', '.join(OPS)}, got {options.op!r}")
+    batch = {"tokens": options.rows, "row": options.row} if options.op in ("linear", "matmul", "attention") else {}
+    if not batch and (options.rows, options.row) != (1, 0):
+        raise VlmlabError(f"--rows and --row are for linear, matmul and attention, not for {options.op}")
+    if not 0 <= options.row < options.rows:
+        raise VlmlabError(f"expected --row between 0 and {options.rows - 1}, got {options.row}")
     if options.n < 2:
         raise VlmlabError(f"expected --n of at least 2 numbers, got {options.n}")
     found = reveal_order(OPS[options.op](options.n, getattr(torch, options.dtype), options.device, **batch))
@@ -223,7 +225,11 @@ def _reveal(options: argparse.Namespace) -> int:
         return 0
     print("cannot tell: " + found.why if found.tree is None else text_form(found.tree))
     equal = {None: "not replayed", True: "replay bit-equal", False: "REPLAY DIFFERS"}[found.replay_bitwise_equal]
-    print(f"{found.op} of {found.n} {found.dtype}: {found.calls} calls, {found.probes} probes, {equal}")
+    products = f", products {found.products}" if found.products else ""
+    adder = f", fused adder: {found.fused_adder}" if found.fused_adder else ""
+    print(
+        f"{found.op} of {found.n} {found.dtype}: {found.calls} calls, {found.probes} probes, {equal}{products}{adder}"
+    )
     return 0
 
 
@@ -423,10 +429,10 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
 
     reveal = commands.add_parser("reveal", parents=[debug], help="in which order an operation adds, by probing")
-    reveal.add_argument("op", metavar="OP", help="sum, mean, dot, matmul or linear")
+    reveal.add_argument("op", metavar="OP", help="sum, dot, linear, attention, hf_norm, ...")
     reveal.add_argument("--n", type=int, default=64, help="numbers to add (default: 64)")
     reveal.add_argument("--dtype", default="float32", choices=("float64", "float32", "bfloat16", "float16"))
-    reveal.add_argument("--rows", type=int, default=1, metavar="M", help="rows of the batch, for linear and matmul")
+    reveal.add_argument("--rows", type=int, default=1, metavar="M", help="rows of the batch, or queries of attention")
     reveal.add_argument("--row", type=int, default=0, metavar="R", help="which of them (default: 0)")
     reveal.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     reveal.add_argument("--json", action="store_true", help="one JSON object on standard output")

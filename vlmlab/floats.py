@@ -3,6 +3,7 @@
 FORMATS         fp64, fp32, tf32, bf16, fp16, e4m3, e5m2
 round_to        nearest, ties to even, subnormals and overflow included
 ulp             the spacing of a format at a value
+fused_multiply_add  a product and a sum, rounded once
 """
 
 from dataclasses import dataclass
@@ -69,3 +70,22 @@ def round_to(x: Tensor, form: Format) -> Tensor:
     rounded = torch.where(rounded == 0, torch.copysign(torch.zeros_like(x), x), rounded)
     beyond = torch.copysign(torch.full_like(x, form.overflow), x)
     return torch.where(x.isnan(), x, torch.where(rounded.abs() <= form.largest, rounded, beyond))
+
+
+def fused_multiply_add(x: Tensor, y: Tensor, z: Tensor, form: Format) -> Tensor:
+    """x * y + z, rounded once to a format of at most 24 significant bits.
+
+    The product is exact in float64. Their sum is rounded to odd there, so that rounding it once more changes nothing.
+
+    Args: x, y, z: float64, values of the format, broadcast. form: format. Returns: float64.
+    Source: Boldo and Melquiond 2008, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to
+    odd".
+    """
+    product = x * y
+    total = product + z
+    seen = total - product
+    lost = (product - (total - seen)) + (z - seen)  # Knuth's TwoSum
+    bits = total.contiguous().view(torch.int64)
+    beyond = (lost != 0) & ((lost < 0) == (total > 0))  # total is further from zero than the exact sum
+    odd = torch.where(lost != 0, (bits - beyond.long()) | 1, bits)
+    return round_to(odd.view(torch.float64), form)
