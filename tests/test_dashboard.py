@@ -1,5 +1,6 @@
 """The widgets: by themselves, and in a real JupyterLab in a real browser."""
 
+import math
 import os
 import re
 import secrets
@@ -14,9 +15,11 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from vlmlab.dashboard import Dashboard, show_three_numbers
+from vlmlab.dashboard import PRESETS, WAYS, Dashboard, show_sum, show_three_numbers
 from vlmlab.explorer import Explorer
+from vlmlab.floats import FORMATS, round_to
 from vlmlab.hybrid import Hybrid
+from vlmlab.summation import ORDERS, add, kahan
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 ROOT = Path(__file__).parent.parent
@@ -184,9 +187,100 @@ def test_the_dashboard_answers_to_clicks_in_jupyterlab(lab, traces, browser):
 
 def test_three_numbers_show_both_orders_and_follow_the_controls():
     box = show_three_numbers()
-    *numbers, form, shown = box.children
+    _, *numbers, form, shown = box.children
     assert "(a + b) + c = 256.0" in shown.value and "a + (b + c) = 258.0" in shown.value
     form.value = "fp32"
     assert shown.value.count("c = 258.0") == 1 and "a + (b + c) = 258.0" in shown.value
     numbers[0].value = 100.0
-    assert "exactly 102.0" in shown.value
+    assert "exactly (as float64) 102.0" in shown.value
+
+
+def results(box):
+    return [float(value) for value in re.findall(r" = (\S+)</b>", box.children[-1].value)]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_a_case_where_the_order_matters_and_has_the_known_answers(preset):
+    known = {
+        "a tie goes to the even neighbour, below": [256.0, 258.0],
+        "the same mirrored": [-256.0, -258.0],
+        "a tie goes to the even neighbour, above": [260.0, 258.0],
+        "overflow on the way": [math.inf, 65504.0],
+        "saturation on the way": [416.0, 448.0],
+        "too small to be noticed": [2.0**24, 2.0**24 + 2],
+        "cancellation": [1.0, 0.0],
+    }
+    box = show_three_numbers()
+    box.children[0].value = preset
+    assert results(box) == known[preset]
+    assert results(show_three_numbers(preset)) == known[preset]
+
+
+def test_a_number_beyond_the_format_is_said_in_place():
+    box = show_three_numbers()
+    box.children[4].value = "e4m3"
+    box.children[1].value = 500.0
+    assert "expected numbers up to 448 in size (e4m3), got 500.0" in box.children[-1].value
+    box.children[1].value = 0.1
+    assert results(box) and "rounded to e4m3 before any addition: 0.1 is 0.1015625" in box.children[-1].value
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sum_ends_where_summation_ends(way, form):
+    values = torch.tensor([3.0, 0.1, -7.25, 11.0, 0.7, 1e-3, -2.5, 40.0, 0.3], dtype=torch.float64)
+    held = round_to(values, FORMATS[form])
+    if way == "Kahan":
+        wanted = kahan(held, FORMATS[form])
+    elif way.startswith("fp32"):
+        wanted = round_to(add(ORDERS["sequential"](9), held, FORMATS["fp32"]), FORMATS[form])
+    else:
+        held = held[held.abs().argsort()] if way == "smallest first" else held
+        wanted = add(ORDERS.get(way, ORDERS["sequential"])(9), held, FORMATS[form])
+    text = ", ".join(map(str, values.tolist()))
+    shown = show_sum(text, form, way).children[-1].value
+    assert f"<b>sum {wanted.item()}, exactly (as float64) {math.fsum(held.tolist())}, error " in shown
+    assert shown.count("<tr") == (10 if way == "Kahan" else 9)
+
+
+def test_a_sum_shows_every_addition_and_its_error_in_ulp():
+    box = show_sum("256 1 1")
+    shown = box.children[-1].value
+    assert "sum 256.0, exactly (as float64) 258.0, error -1 ulp (1 ulp = 2.0)" in shown
+    cells = re.findall(r"<td>(.*?)</td>", shown)
+    assert cells == ["256.0", "1.0", "257.0", "256.0", "1.0", "2.0"] * 2
+    box.children[2].value = "reversed"
+    assert "sum 258.0, exactly (as float64) 258.0, error 0 ulp" in box.children[-1].value
+
+
+def test_what_float64_rounds_away_is_shown_too():
+    assert re.findall(r"<td>(.*?)</td>", show_sum("1e16 1", "fp64").children[-1].value)[4] == "1.0"
+    assert "error 0.75 ulp" in show_sum("0.1 0.2 0.3", "fp64").children[-1].value
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "expected 2 to 64 numbers, separated by commas or spaces, got 0"),
+        ("1", "got 1"),
+        ("1 " * 65, "got 65"),
+        ("1, __import__('os').abort()", "expected numbers, separated by commas or spaces, got"),
+        ("1 <script>", "&lt;script&gt;"),
+        ("nan 1", "got nan"),
+        ("1e400 1", "got inf"),
+        ("1e5 1", "expected numbers up to 65504 in size (fp16), got 100000.0"),
+    ],
+)
+def test_bad_numbers_give_a_sentence_and_good_ones_bring_the_table_back(text, sentence):
+    box = show_sum("1 2", "fp16")
+    box.children[0].value = text
+    shown = box.children[-1].value
+    assert sentence in shown and "<table" not in shown and "<script" not in shown
+    box.children[0].value = "1,,  2"
+    assert "sum 3.0, exactly (as float64) 3.0" in box.children[-1].value
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_infinities_on_the_way_are_shown_and_break_nothing(way):
+    shown = show_sum("65504 65504 -65504 -65504", "fp16", way).children[-1].value
+    assert "exactly (as float64) 0.0" in shown and "<table" in shown

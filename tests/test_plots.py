@@ -6,7 +6,14 @@ from test_compare import NAMES, _trace
 from test_trace import INFO
 
 from vlmlab.compare import compare_traces
-from vlmlab.plots import plot_decay, plot_growth, plot_plan, plot_sums, plot_token_heat, plot_worst_tokens
+from vlmlab.plots import (
+    plot_decay,
+    plot_growth,
+    plot_plan,
+    plot_sums,
+    plot_token_heat,
+    plot_worst_tokens,
+)
 from vlmlab.trace import Trace
 
 pytestmark = pytest.mark.engine
@@ -94,5 +101,19 @@ def test_sums_and_growth_are_drawn():
     assert [bar.get_height() for bar in axes.patches] == [2, 1, 1] and axes.get_title() == "title"
     errors = pd.DataFrame({"sequential": [1e-3, 4e-3], "pairwise": [1e-3, 2e-3]}, index=[4, 64])
     lines = plot_growth(errors, 2.0**-9, "title").axes[0].get_lines()
-    assert [line.get_label() for line in lines] == ["sequential", "pairwise", "n u", "sqrt(n) u"]
+    assert [line.get_label() for line in lines] == [
+        "sequential",
+        "pairwise",
+        "worst-case bound: n u",
+        "random errors: sqrt(n) u",
+    ]
+    assert list(lines[2].get_ydata()) == [4 * 2.0**-9, 64 * 2.0**-9]
+    assert list(lines[3].get_ydata()) == [2 * 2.0**-9, 8 * 2.0**-9]
     assert list(lines[0].get_ydata()) == [1e-3, 4e-3]
+
+
+def test_many_ulps_get_a_coarser_grid_that_says_so():
+    axes = plot_sums([0.0, 1.0, 1000.0], 1.0, 1.0, "title").axes[0]
+    assert axes.get_xlabel() == "sum; a grid line every 32 ulp"
+    assert set(np.diff(axes.get_xticks(minor=True))) == {32.0}
+    assert [bar.get_height() for bar in axes.patches] == [2, 1] and list(axes.lines[0].get_xdata()) == [1.0, 1.0]

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from vlmlab.cli import main
+from vlmlab.machine import has_cuda
 from vlmlab.reveal import reveal_order
 from vlmlab.reveal_ops import OPS, attention, linear
-from vlmlab.summation import leaves, same_order
+from vlmlab.summation import leaves, same_order, text_form
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,6 +31,26 @@ def test_torchs_kernels_are_revealed_and_replay(op, dtype):
 def test_a_norm_adds_its_squares_as_torchs_mean_does():
     assert same_order(reveal_order(OPS["hf_norm"](96)).tree, reveal_order(OPS["mean"](96)).tree)
     assert same_order(reveal_order(OPS["sglang_norm"](96)).tree, reveal_order(OPS["mean"](96)).tree)
+
+
+@pytest.mark.parametrize("n", [64, 192, 512])
+def test_a_mean_in_fp16_is_told_within_its_small_range(n):
+    assert reveal_order(OPS["mean"](n, torch.float16)).certain
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_cuda(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tensor_cores_are_wide_nodes_that_replay(dtype):
+    found = reveal_order(linear(256, dtype, "cuda", tokens=830))
+    assert found.certain and found.fused_adder and "{" in text_form(found.tree)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_cuda(), reason="needs a CUDA device")
+@pytest.mark.parametrize("op", ["sum", "mean", "dot", "matmul", "linear", "rms_norm", "hf_norm", "softmax"])
+def test_kernels_on_cuda_replay_in_fp32(op):
+    assert reveal_order(OPS[op](128, torch.float32, "cuda")).certain
 
 
 def test_channels_of_one_attention_head_are_judged_one_by_one():

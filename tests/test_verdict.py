@@ -46,8 +46,8 @@ def taken(fault, family):
 
 CASES = [(family, fault) for family in FAMILIES for fault in FAULTS if fault.observable and taken(fault, family)]
 UNOBSERVABLE = [(f, fault) for f in FAMILIES for fault in FAULTS if not fault.observable and f in fault.families]
-# It stays within 2.5 times of the whole forward's rounding, but not within twice that of the merger alone.
-FOUND_NONETHELESS = {"merger QuickGELU for GELU"}
+# They stay within 2.5 times of the whole forward's rounding, but not within twice that of the merger alone.
+FOUND_NONETHELESS = {(QWEN3, "merger QuickGELU for GELU"), (MOE, "merger QuickGELU for GELU")}
 QUESTIONS = (
     "List every shape with its color and center.",
     "Point at the center of the red rectangle and then of the green circle.",
@@ -147,7 +147,7 @@ def test_all_faults_are_found_and_nine_of_ten_located(outcome, clean):
 @pytest.mark.parametrize(("family", "fault"), UNOBSERVABLE, ids=identify)
 def test_a_change_of_the_size_of_rounding_is_rounding(family, fault, outcome, clean):
     verdict = outcome(family, fault)
-    if fault.name in FOUND_NONETHELESS:
+    if (family, fault.name) in FOUND_NONETHELESS:
         assert verdict.word == "bug"
         assert {f.hookpoint for f in verdict.outside} == {fault.first(clean(family)[0].checkpoint.config)}
         return

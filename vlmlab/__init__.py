@@ -7,6 +7,7 @@ machine             what this machine has: versions, devices, which engine can r
 metrics             how different two tensors are
 floats              floating-point formats, and rounding to them
 summation           the same numbers added in a chosen order
+tree_boxes          an addition tree as few boxes, what repeats once
 reveal              the order in which a given callable adds, by probing
 kernels             SGLang's own CUDA kernels, where they can be imported
 arithmetic          each debatable step in each engine's way, as pure functions

@@ -3,24 +3,28 @@
 show_dashboard      the widgets, ready to display
 Dashboard           the same with its parts at hand
 show_three_numbers  (a + b) + c against a + (b + c), step by step
+show_sum            any numbers in any format and order, step by step
 
 It computes nothing itself: `explorer` gives the numbers, `plots` the figures. Figures are drawn without pyplot and
 shown as PNG, so none stays open.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
 import ipywidgets as widgets
 import pandas as pd
+import torch
 from PIL import Image
 
 from vlmlab.causes import causes_of
+from vlmlab.errors import VlmlabError
 from vlmlab.explorer import BASELINES, METRICS, Curve, Explorer
-from vlmlab.floats import FORMATS
+from vlmlab.floats import FORMATS, Format, round_to, ulp
 from vlmlab.plots import plot_plan, plot_worst_tokens, to_png
-from vlmlab.summation import steps
+from vlmlab.summation import ORDERS, Step, kahan, steps
 
 TITLES = {"vision": "ViT", "language": "language model"}
 
@@ -137,25 +141,147 @@ def show_dashboard(
     return Dashboard(explorer, image, grid).widget
 
 
-def show_three_numbers(a: float = 256.0, b: float = 1.0, c: float = 1.0, form: str = "bf16") -> widgets.Widget:
+SORTED, KAHAN, WIDE = "smallest first", "Kahan", "fp32 accumulator, round once"
+WAYS = [*ORDERS, SORTED, KAHAN, WIDE]
+MOST_NUMBERS = 64
+PRESETS = {  # what happens: three numbers, format
+    "a tie goes to the even neighbour, below": (256.0, 1.0, 1.0, "bf16"),
+    "the same mirrored": (-256.0, -1.0, -1.0, "bf16"),
+    "a tie goes to the even neighbour, above": (258.0, 1.0, -1.0, "bf16"),
+    "overflow on the way": (65504.0, 16.0, -16.0, "fp16"),
+    "saturation on the way": (448.0, 32.0, -32.0, "e4m3"),
+    "too small to be noticed": (2.0**24, 1.0, 1.0, "fp32"),
+    "cancellation": (1e8, -1e8, 1.0, "fp32"),
+}
+
+
+def show_three_numbers(preset: str = next(iter(PRESETS))) -> widgets.Widget:
     """Three sliders and a format: both orders, every addition, what was rounded away.
 
-    Args: a, b, c: to begin with. form: of floats.FORMATS. Returns: widget.
+    Args: preset: of PRESETS, to begin with; the numbers and the format can be changed. Returns: widget.
     """
-    numbers = [
-        widgets.FloatSlider(value=v, min=-512, max=512, step=0.125, description=name, continuous_update=False)
-        for name, v in (("a", a), ("b", b), ("c", c))
-    ]
-    chosen, shown = widgets.Dropdown(options=list(FORMATS), value=form, description="format"), widgets.HTML()
+    numbers = [widgets.FloatSlider(description=name, step=0.125, continuous_update=False) for name in "abc"]
+    options = [(f"{what}: {_words(case[:3])} in {case[3]}", what) for what, case in PRESETS.items()]
+    chosen = widgets.Dropdown(options=options, value=preset, description="example", layout=widgets.Layout(width="36em"))
+    form = widgets.Dropdown(options=list(FORMATS), description="format")
+
+    def page() -> str:
+        values, shown = [number.value for number in numbers], ""
+        held, note = _held(values, FORMATS[form.value])
+        for title, tree in (("(a + b) + c", ((0, 1), 2)), ("a + (b + c)", (0, (1, 2)))):
+            found = steps(tree, held, FORMATS[form.value])
+            shown += f"<b>{title} = {found[-1].rounded}</b>{_additions(found)}"
+        return f"{shown}<p>exactly (as float64) {math.fsum(held)}{note}</p>"
+
+    def take(change: Any = None) -> None:
+        *values, name = PRESETS[chosen.value]
+        reach = max(512.0, 2 * max(map(abs, values)))
+        for number, value in zip(numbers, values, strict=True):
+            number.min, number.max, number.value = -reach, reach, value
+        form.value = name
+
+    take()
+    chosen.observe(take, names="value")
+    return widgets.VBox([chosen, *numbers, form, _live(page, (*numbers, form))])
+
+
+def show_sum(numbers: str = "256, 1, 1, 0.5, -256", form: str = "bf16", order: str = "sequential") -> widgets.Widget:
+    """Any numbers, a format and an order: every addition, the final value, the exact one and the error.
+
+    Args: numbers: 2 to MOST_NUMBERS, separated by commas or spaces. form: of floats.FORMATS. order: of WAYS.
+    Returns: widget. A text that is no such list gives a sentence in place of the table.
+    """
+    wide = widgets.Layout(width="36em")
+    text = widgets.Text(value=numbers, description="numbers", continuous_update=False, layout=wide)
+    forms = widgets.Dropdown(options=list(FORMATS), value=form, description="format")
+    orders = widgets.Dropdown(options=WAYS, value=order, description="order")
+
+    def page() -> str:
+        held, note = _held(_read(text.value), FORMATS[forms.value])
+        total, table = _added(held, FORMATS[forms.value], orders.value)
+        exact = math.fsum(held)
+        unit = ulp(torch.tensor(exact, dtype=torch.float64), FORMATS[forms.value]).item()
+        error = f"error {_error(total, held) / unit:.4g} ulp (1 ulp = {unit})"
+        final = f"<b>sum {total}, exactly (as float64) {exact}, {error}</b>"
+        return f"{table}<p>{final}{note}</p>"
+
+    return widgets.VBox([text, forms, orders, _live(page, (text, forms, orders))])
+
+
+def _added(held: list[float], form: Format, way: str) -> tuple[float, str]:
+    """The sum in one of WAYS, and its additions as a table."""
+    if way == KAHAN:
+        begun = [held[:k] for k in range(1, len(held) + 1)]
+        sums = [kahan(torch.tensor(some, dtype=torch.float64), form).item() for some in begun]
+        rows = {"number": held, "sum so far": sums, "exactly (as float64)": [math.fsum(some) for some in begun]}
+        rows["error"] = [_error(total, some) for total, some in zip(sums, begun, strict=True)]
+        return sums[-1], _html(pd.DataFrame(rows))
+    if way == WIDE:
+        found = steps(ORDERS["sequential"](len(held)), held, FORMATS["fp32"])
+        total = round_to(torch.tensor(found[-1].rounded, dtype=torch.float64), form).item()
+        return total, f"{_additions(found)}<p>{found[-1].rounded} rounded to {form.name} is {total}</p>"
+    order = ORDERS.get(way, ORDERS["sequential"])
+    found = steps(order(len(held)), sorted(held, key=abs) if way == SORTED else held, form)
+    return found[-1].rounded, _additions(found)
+
+
+def _error(total: float, held: Sequence[float]) -> float:
+    """How far a sum is from the exact one, rounded only once."""
+    return math.fsum((total, *(-value for value in held))) if math.isfinite(total) else total
+
+
+def _read(text: str) -> list[float]:
+    """Numbers separated by commas or spaces. Raises: VlmlabError: anything else, too few or too many."""
+    words = text.replace(",", " ").split()
+    if not 2 <= len(words) <= MOST_NUMBERS:
+        raise VlmlabError(f"expected 2 to {MOST_NUMBERS} numbers, separated by commas or spaces, got {len(words)}")
+    found = []
+    for word in words:
+        try:
+            found.append(float(word))
+        except ValueError:
+            raise VlmlabError(f"expected numbers, separated by commas or spaces, got {word[:20]!r}") from None
+    return found
+
+
+def _held(values: Sequence[float], form: Format) -> tuple[list[float], str]:
+    """Values as the format holds them, and words for those that it changed. Raises: VlmlabError: beyond the format."""
+    for value in values:
+        if not abs(value) <= min(form.largest, 1e300):  # 64 numbers of 1e300 still have a sum in float64
+            raise VlmlabError(
+                f"expected numbers up to {min(form.largest, 1e300):.6g} in size ({form.name}), got {value}"
+            )
+    held = round_to(torch.tensor(values, dtype=torch.float64), form).tolist()
+    changed = [f"{a} is {b}" for a, b in zip(values, held, strict=True) if a != b]
+    return held, f"<br>rounded to {form.name} before any addition: {', '.join(changed)}" if changed else ""
+
+
+def _words(values: Sequence[float]) -> str:
+    first, *rest = (f"{value:.17g}" for value in values)
+    return first + "".join(f" - {word[1:]}" if word.startswith("-") else f" + {word}" for word in rest)
+
+
+def _additions(found: list[Step]) -> str:
+    names = {"exact": "exact (as float64)", "lost": "rounded away", "ulp": "ulp there"}
+    return _html(pd.DataFrame([vars(step) for step in found]).rename(columns=names))
+
+
+def _html(table: pd.DataFrame) -> str:
+    table.index = pd.RangeIndex(1, len(table) + 1)
+    return table.astype(float).to_html(float_format=lambda value: repr(float(value)), na_rep="-", border=0)
+
+
+def _live(page: Callable[[], str], controls: Sequence[widgets.Widget]) -> widgets.HTML:
+    """A page that follows its controls; what is wrong with them stands in its place."""
+    shown = widgets.HTML()
 
     def show(change: Any = None) -> None:
-        values, tables = [number.value for number in numbers], []
-        for title, tree in (("(a + b) + c", ((0, 1), 2)), ("a + (b + c)", (0, (1, 2)))):
-            found = pd.DataFrame([vars(step) for step in steps(tree, values, FORMATS[chosen.value])])
-            tables.append(f"<b>{title} = {found['rounded'].iloc[-1]}</b>{found.to_html(index=False, border=0)}")
-        shown.value = f"{''.join(tables)}<p>exactly {math.fsum(values)}</p>"
+        try:
+            shown.value = page()
+        except VlmlabError as error:
+            shown.value = f"<b style='color:#c0392b'>{escape(str(error))}</b>"
 
-    for control in (*numbers, chosen):
+    for control in controls:
         control.observe(show, names="value")
     show()
-    return widgets.VBox([*numbers, chosen, shown])
+    return shown

@@ -4,10 +4,14 @@ plot_decay          per-layer cosine decay: worst token, mean and whole tensor, 
 plot_token_heat     every layer and token at once
 plot_worst_tokens   the tokens that differ most, drawn on the picture
 plot_plan           one part's decay under a plan, with the envelope of legal plans
+plot_sums           how the sums of the same numbers in many orders are distributed
+plot_growth         a sum's error against the number of summands, with both bounds
+plot_tree           an addition tree with its repeated blocks drawn once
 to_png              a figure as a picture file's bytes
 """
 
 import io
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,6 +22,8 @@ from PIL import Image
 
 from vlmlab.compare import Comparison, Row
 from vlmlab.hookpoints import block_of
+from vlmlab.summation import Tree
+from vlmlab.tree_boxes import boxes
 
 STYLES = {
     "cosine_min": ("worst token", "#c0392b", "o"),
@@ -203,18 +209,26 @@ def plot_plan(table: pd.DataFrame, metric: str, title: str) -> Figure:
 def plot_sums(sums: Sequence[float], exact: float, spacing: float, title: str) -> Figure:
     """How the sums of the same numbers in different orders are distributed.
 
-    Args: sums: one per order. exact: rounded nowhere. spacing: of the format there, drawn as a grid. title: text.
+    Args: sums: one per order. exact: rounded nowhere. spacing: of the format there. title: text.
+
+    The grid is one such spacing, or as small a power of two of them as still can be seen; bars are as wide.
     """
+    values = np.asarray(sums, float)
+    low, high = min(values.min(), exact), max(values.max(), exact)
+    ulps = 1
+    while (high - low) / (ulps * spacing) > 60:
+        ulps *= 2
+    step = ulps * spacing
+    places, counts = np.unique(np.round(values / step), return_counts=True)
     figure = Figure(figsize=(8, 3))
     axes = figure.subplots()
-    values, counts = np.unique(np.asarray(sums), return_counts=True)
-    axes.bar(values, counts, width=0.8 * spacing, color="#d35400", label="orders")
+    axes.bar(places * step, counts, width=0.8 * step, color="#d35400", label="orders")
     axes.axvline(exact, color="#2e86c1", label=f"exact {exact:.6g}")
-    low, high = min(values.min(), exact), max(values.max(), exact)
-    if (high - low) / spacing < 60:
-        axes.set_xticks(np.arange(np.floor(low / spacing), np.ceil(high / spacing) + 1) * spacing, minor=True)
-        axes.grid(axis="x", which="minor", alpha=0.3)
-    axes.set(title=title, xlabel="sum; grid: values the format has", ylabel="random orders")
+    axes.set_xticks(np.arange(np.floor(low / step), np.ceil(high / step) + 1) * step, minor=True)
+    axes.xaxis.remove_overlapping_locs = False  # a labelled tick would take the grid line away
+    axes.grid(axis="x", which="minor", alpha=0.4)
+    axes.set_axisbelow(True)
+    axes.set(title=title, xlabel=f"sum; a grid line every {ulps} ulp", ylabel="random orders")
     axes.legend()
     figure.tight_layout()
     return figure
@@ -231,12 +245,69 @@ def plot_growth(errors: pd.DataFrame, unit: float, title: str) -> Figure:
     for name in errors:
         axes.loglog(errors.index, errors[name], marker="o", label=name)
     n = errors.index.to_numpy(float)
-    axes.loglog(n, unit * n, "--", color="#808080", label="n u")
-    axes.loglog(n, unit * np.sqrt(n), ":", color="#808080", label="sqrt(n) u")
+    axes.loglog(n, unit * n, "--", color="#808080", label="worst-case bound: n u")
+    axes.loglog(n, unit * np.sqrt(n), ":", color="#808080", label="random errors: sqrt(n) u")
     axes.set(title=title, xlabel="n", ylabel="error / sum of |x|")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.tight_layout()
+    return figure
+
+
+BOX_STYLES = {  # kind: fill, edge, line width, corners
+    "number": ("#f4f6f7", "#7f8c8d", 0.8, "square,pad=0"),
+    "add": ("#ffffff", "#2c3e50", 1.0, "round,pad=0,rounding_size=0.1"),
+    "sequence": ("#d6eaf8", "#2471a3", 1.0, "round,pad=0,rounding_size=0.1"),
+    "pairwise": ("#d5f5e3", "#1e8449", 1.0, "round,pad=0,rounding_size=0.1"),
+    "fused": ("#fdebd0", "#ca6f1e", 2.6, "square,pad=0"),
+    "below": ("#ffffff", "#c0392b", 1.0, "square,pad=0"),
+}
+
+
+def plot_tree(tree: Tree, title: str) -> Figure:
+    """An addition tree: the result on the left, the numbers on the right; what repeats is drawn once.
+
+    Args: tree: of summation, up to some thousand leaves. title: text.
+    Returns: Figure with at most MOST_BOXES boxes; where more would be needed, a box says how many numbers hang below.
+    """
+    from matplotlib.patches import FancyBboxPatch
+
+    drawn = boxes(tree)
+    children: list[list[int]] = [[] for _ in drawn]
+    for index, (_, _, parent, _) in enumerate(drawn[1:], start=1):
+        children[parent].append(index)
+    heights, stack, order = [0.0] * len(drawn), [0], []
+    while stack:
+        order.append(stack.pop())
+        stack.extend(reversed(children[order[-1]]))
+    slots = itertools.count()
+    for index in order:
+        if not children[index]:
+            heights[index] = -0.5 * next(slots)
+    for index in reversed(order):
+        if children[index]:
+            heights[index] = (heights[children[index][0]] + heights[children[index][-1]]) / 2
+    texts = [f"{box.text}\n{box.size} numbers" if box.size > 2 else box.text for box, *_ in drawn]
+    lefts, widths, right = [], [], 0.1  # inches
+    for level in range(1 + max(level for _, level, *_ in drawn)):
+        here = [i for i, box in enumerate(drawn) if box[1] == level]
+        lefts.append(right + (0.3 + 0.075 * max(len(drawn[i][3]) for i in here) if level else 0.0))
+        widths.append(0.2 + 0.078 * max(len(line) for i in here for line in texts[i].split("\n")))
+        right = lefts[-1] + widths[-1]
+    low = min(heights) - 0.3
+    figure = Figure(figsize=(max(right + 0.1, 0.1 + 0.09 * len(title)), 0.65 - low))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, figure.get_figwidth()), ylim=(low, 0.65))
+    axes.axis("off")
+    axes.text(0.1, 0.45, title, fontsize=10, va="center")
+    for (box, level, parent, words), y, text in zip(drawn, heights, texts, strict=True):
+        x, (fill, edge, line, corners) = lefts[level], BOX_STYLES[box.kind]
+        if parent >= 0:
+            begin = lefts[level - 1] + widths[level - 1]
+            axes.plot((begin, begin + 0.12, x), (heights[parent], y, y), color="#7f8c8d", lw=0.9, zorder=0)
+            axes.text(x - 0.06, y + 0.02, words, fontsize=8, ha="right", va="bottom")
+        axes.add_patch(FancyBboxPatch((x, y - 0.19), widths[level], 0.38, boxstyle=corners, fc=fill, ec=edge, lw=line,
+                                      ls="--" if box.kind == "below" else "-"))  # fmt: skip
+        axes.text(x + widths[level] / 2, y, text, fontsize=8, ha="center", va="center")
     return figure
 
 

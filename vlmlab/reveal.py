@@ -187,16 +187,17 @@ class _Cancelling(_Probe):
     """By +M and -M. Ones go out in portions that the result can count exactly."""
 
     def _choose_sizes(self) -> None:
+        """M, 1, and how many ones go out at once: M swallows them all in the accumulator, the result counts them."""
         form, wide = format_of(self.box.dtype), FORMATS[self.box.accumulator]
-        # M must swallow every one in the accumulator, and both must exist in the format of the numbers.
-        gap = wide.precision + 12
-        top = min(60, int(torch.tensor(form.largest).log2().item()))
-        self.big, self.one = 2.0**top, 2.0 ** max(top - gap - form.precision, form.least - form.precision + 1)
-        if self.big / self.one < 2.0**gap:
+        exact = math.frexp(self.box.scale)[0] == 0.5  # a factor that is no power of two rounds the count once more
+        digits, self.slack = (form.precision, 0.0) if exact else (form.precision - 2, 0.3)
+        least = form.least - form.precision + (1 if exact else 3) - math.frexp(min(self.box.scale, 1.0))[1] + 1
+        top = min(60, math.frexp(form.largest)[1] - 1)
+        digits = min(digits, top - least - wide.precision - 1)
+        if digits < 1:
             raise VlmlabError(f"{self.box.dtype} has too little range for a {wide.name} accumulator: cannot tell")
-        # A factor that is no power of two rounds the count once more.
-        exact = math.frexp(self.box.scale)[0] == 0.5
-        self.portion, self.slack = (2**form.precision, 0.0) if exact else (2 ** (form.precision - 2), 0.3)
+        self.portion = 2**digits
+        self.big, self.one = 2.0**top, 2.0 ** max(least, top - wide.precision - digits - 12)
 
     def tree(self) -> Tree:
         """Breadth first: for one leaf of every pending group, the subtree sizes with all others of the group."""
@@ -262,14 +263,15 @@ class _Cancelling(_Probe):
         return whole.long()
 
     def _check_single_probes(self, tree: Tree, count: int = 4) -> None:
-        """A handful of masks once more, one per call: a batch must not have changed the kernel. Raises: VlmlabError."""
+        """A handful of masks one per call, and at every place of a batch: neither must matter. Raises: VlmlabError."""
         if self.box.rows == 1:
             return
         where, everything = leaves(tree), torch.arange(self.box.n)
         pairs = [(where[k * len(where) // count], where[-1 - k * len(where) // (2 * count)]) for k in range(count)]
-        asked = [(i, torch.tensor([j]), everything) for i, j in pairs if i != j]
-        together = self.sizes(asked)
-        if not torch.equal(self.sizes(asked, rows=1), together):
+        asked = [(i, torch.tensor([j]), everything[: self.portion]) for i, j in pairs if i != j]
+        alone = self.sizes(asked, rows=1)
+        times = max(1, self.box.rows // len(asked))
+        if not torch.equal(self.sizes(asked * times), alone.repeat(times)):
             raise VlmlabError("a mask gives another count alone than among others: the kernel changes with the batch")
 
 

@@ -6,13 +6,16 @@ OPS             name to adapter: sum, mean, dot, matmul, linear, attention, laye
 Every adapter fills a short batch of masks up, since the shape chooses the kernel.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vlmlab import kernels
 from vlmlab.arithmetic import rms_norm as engines_norm
+from vlmlab.errors import VlmlabError
 from vlmlab.floats import format_of, round_to
 from vlmlab.reveal import BlackBox
 
@@ -71,26 +74,41 @@ def linear(
 
     def multiply(x: Tensor, numbers: Tensor) -> Tensor:
         weight = _filled(numbers, width, dtype, device)
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads or before)
-        try:
-            return functional.linear(x.to(device).expand(tokens, n).contiguous(), weight)[row, : len(numbers)]
-        finally:
-            torch.set_num_threads(before)
+        batch = x.to(device).expand(tokens, n).contiguous()
+        with _threads(threads):
+            return functional.linear(batch, weight)[row, : len(numbers)]
 
     return _product("linear", n, dtype, multiply, width)
 
 
 def matmul(
-    n: int, dtype: torch.dtype = torch.float32, device: str = "cpu", tokens: int = 512, row: int = 0
+    n: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    tokens: int = 512,
+    row: int = 0,
+    width: int = 512,
+    threads: int | None = None,
 ) -> BlackBox:
-    """One row of torch.matmul of [tokens, n] with [n, 512]; masks are columns of the second. Args: as in linear."""
+    """One row of torch.matmul of [tokens, n] with [n, width]; masks are columns of the second. Args: as in linear."""
 
     def multiply(x: Tensor, numbers: Tensor) -> Tensor:
-        right = _filled(numbers, 512, dtype, device).T.contiguous()
-        return torch.matmul(x.to(device).expand(tokens, n).contiguous(), right)[row, : len(numbers)]
+        right = _filled(numbers, width, dtype, device).T.contiguous()
+        batch = x.to(device).expand(tokens, n).contiguous()
+        with _threads(threads):
+            return torch.matmul(batch, right)[row, : len(numbers)]
 
-    return _product("matmul", n, dtype, multiply, 512)
+    return _product("matmul", n, dtype, multiply, width)
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def dot(n: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> BlackBox:
@@ -113,13 +131,16 @@ def attention(
     row: int = 0,
     width: int = 64,
     channel: int = 0,
+    threads: int | None = 1,
 ) -> BlackBox:
     """One channel of scaled_dot_product_attention over n equally weighted keys; masks are sequences of a batch.
 
-    Not channels: on the CPU the channels of one product are not all added in the same order. There the weights in bf16
-    come from a rough exponential, so that few replayed sums may fall on the other side of a tie.
+    Not channels: on the CPU the channels of one product are not all added in the same order, and with several threads
+    not even the same channel of every sequence. The weights in bf16 come from a rough exponential there, so that few
+    replayed sums may fall on the other side of a tie.
 
-    Args: n: keys. tokens: queries. row: which of them. width: channels of a head. channel: which of them.
+    Args: n: keys. tokens: queries. row: which of them. width: channels of a head. channel: which of them. threads: of
+    torch on the CPU, None for as many as there are.
     """
     sequences = 64
 
@@ -127,7 +148,8 @@ def attention(
         values = torch.zeros(sequences, 1, n, width, dtype=dtype, device=device)
         values[: len(numbers), 0, :, channel] = numbers.to(device)
         queries = torch.zeros(sequences, 1, tokens, width, dtype=dtype, device=device)
-        out = functional.scaled_dot_product_attention(queries, torch.zeros_like(values), values)
+        with _threads(threads):
+            out = functional.scaled_dot_product_attention(queries, torch.zeros_like(values), values)
         return out[: len(numbers), 0, row, channel]
 
     inverse = torch.tensor(1.0 / n, dtype=torch.promote_types(dtype, torch.float32)).item()
@@ -167,9 +189,9 @@ def _norm(
         return roots(numbers).float().square().double()
 
     def finish(total: Tensor, numbers: Tensor) -> Tensor:
-        inverse = ((total.float() / n) + eps).rsqrt()
-        largest = roots(numbers).amax(1).float()
-        return round_to((largest * inverse).double(), format_of(dtype))
+        inverse = ((total.float().to(device) / n) + eps).rsqrt()  # where the kernel runs: rsqrt differs
+        largest = roots(numbers).amax(1).float().to(device)
+        return round_to((largest * inverse).double().cpu(), format_of(dtype))
 
     return BlackBox(name, n, dtype, run, rows, summands=summands, finish=finish)
 
@@ -186,8 +208,14 @@ def hf_norm(n: int, dtype: torch.dtype = torch.float32, device: str = "cpu", row
 
 
 def sglang_norm(n: int, dtype: torch.dtype = torch.float32, device: str = "cpu", rows: int = 256) -> BlackBox:
-    """SGLang's RMSNorm: its own CUDA kernel there, its torch path elsewhere."""
-    ones, way = torch.ones(n, dtype=dtype, device=device), "kernel" if device == "cuda" else "sglang"
+    """SGLang's RMSNorm: its own kernel on CUDA, which takes no float32, its torch path elsewhere.
+
+    Raises: VlmlabError: SGLang's kernel cannot be loaded or does not take the dtype.
+    """
+    way = "sglang" if device == "cpu" else "kernel"
+    if way == "kernel" and (dtype == torch.float32 or "rms_norm" not in kernels.available(device, {})):
+        raise VlmlabError(f"SGLang's norm kernel for {device} is not there or does not take {dtype}")
+    ones = torch.ones(n, dtype=dtype, device=device)
     return _norm("sglang_norm", n, dtype, device, rows, lambda x: engines_norm(x, ones, 1e-6, way))
 
 

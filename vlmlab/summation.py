@@ -10,6 +10,7 @@ A tree is an index (a leaf) or a tuple of trees. Two are added; more than two go
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,8 +76,8 @@ def _halves(parts: Sequence[Tree]) -> Tree:
 
 @dataclass(frozen=True)
 class Step:
-    """One addition. left, right: operands. exact: their sum. rounded: to the format. lost: exact - rounded. ulp: the
-    format's spacing at the result."""
+    """One addition. left, right: operands. exact: their sum, as float64. rounded: to the format. lost: left + right -
+    rounded, NaN beside an infinity. ulp: the format's spacing at the sum, NaN at an infinity."""
 
     left: float
     right: float
@@ -112,8 +113,9 @@ def steps(tree: Tree, numbers: Sequence[float], form: Format) -> list[Step]:
         for part in parts[1:]:
             exact = total + part
             rounded = _rounded(exact, form)
-            spacing = ulp(torch.tensor(exact, dtype=torch.float64), form).item()
-            found.append(Step(total, part, exact, rounded, exact - rounded, spacing))
+            spacing = ulp(torch.tensor(exact, dtype=torch.float64), form).item() if math.isfinite(exact) else math.nan
+            lost = math.fsum((total, part, -rounded)) if math.isfinite(rounded) else math.nan
+            found.append(Step(total, part, exact, rounded, lost, spacing))
             total = rounded
         return total
 
