@@ -266,12 +266,18 @@ class _Cancelling(_Probe):
         """A handful of masks one per call, and at every place of a batch: neither must matter. Raises: VlmlabError."""
         if self.box.rows == 1:
             return
-        where, everything = leaves(tree), torch.arange(self.box.n)
+        where = leaves(tree)
         pairs = [(where[k * len(where) // count], where[-1 - k * len(where) // (2 * count)]) for k in range(count)]
-        asked = [(i, torch.tensor([j]), everything[: self.portion]) for i, j in pairs if i != j]
-        alone = self.sizes(asked, rows=1)
-        times = max(1, self.box.rows // len(asked))
-        if not torch.equal(self.sizes(asked * times), alone.repeat(times)):
+        masks = torch.zeros(count, self.box.n, dtype=self.box.dtype)
+        masks[:, : self.portion] = self.one
+        for mask, (i, j) in zip(masks, pairs, strict=True):
+            mask[i], mask[j] = self.big, -self.big if i != j else self.one
+        alone = torch.cat([self.counts(mask[None]) for mask in masks])
+        times = max(1, self.box.rows // count)
+        if any(
+            not torch.equal(self.counts(part.repeat(times, 1)), some.repeat(times))
+            for part, some in zip(masks.split(self.box.rows), alone.split(self.box.rows), strict=True)
+        ):
             raise VlmlabError("a mask gives another count alone than among others: the kernel changes with the batch")
 
 
@@ -284,28 +290,37 @@ def _split(groups: list[dict[str, Any]], sizes: Tensor) -> list[dict[str, Any]]:
         start += len(members) - 1
         group["root_size"], group["joining"] = int(own.max()), []
         order = own.argsort(stable=True)
-        counts = own[order].unique_consecutive(return_counts=True)[1].tolist()
-        for joining_leaves in members[1:][order].split(counts):
-            joining = {"leaves": joining_leaves, "outside": int(members[0])}
-            group["joining"].append(joining)
-            if len(joining_leaves) > 1:
-                following.append(joining)
+        counts, others, at = own[order].unique_consecutive(return_counts=True)[1].tolist(), members[1:][order], 0
+        alone = others.tolist()
+        for count in counts:
+            if count == 1:
+                group["joining"].append(alone[at])
+            else:
+                group["joining"].append({"leaves": others[at : at + count], "outside": int(members[0])})
+                following.append(group["joining"][-1])
+            at += count
     return following
 
 
 def _assemble(root: dict[str, Any]) -> Tree:
-    """The tree of the groups. A group whose own root already holds the leaf outside it joins as further children."""
+    """The tree of the groups: what joins a group's first leaf, in order, is a leaf or a group.
+
+    A group whose own root already holds the leaf outside it joins as further children.
+    """
     order, stack = [], [root]
     while stack:
         group = stack.pop()
         order.append(group)
-        stack.extend(joining for joining in group.get("joining", ()))
+        stack.extend(joining for joining in group["joining"] if isinstance(joining, dict))
     for group in reversed(order):
         tree: Tree = int(group["leaves"][0])
-        for joining in group.get("joining", ()):
-            child, members = joining["tree"], len(joining["leaves"])
-            wide = members > 1 and joining.get("root_size", 0) > members
-            tree = (tree, *child) if wide else (tree, child)
+        for joining in group["joining"]:
+            if not isinstance(joining, dict):
+                tree = (tree, joining)
+            elif joining.get("root_size", 0) > len(joining["leaves"]):
+                tree = (tree, *joining["tree"])
+            else:
+                tree = (tree, joining["tree"])
         group["tree"] = tree
     return root["tree"]
 
@@ -355,7 +370,8 @@ class _Absorbing(_Probe):
                     raise VlmlabError(
                         "the probes do not put the additions in one order: a fused adder, or no plain sum"
                     )
-            pending = [j for group in pending for j in group["joining"] if len(j["leaves"]) > 1]
+                group["joining"] = [a if len(a["leaves"]) > 1 else a["leaves"][0] for a in joining]
+            pending = [a for group in pending for a in group["joining"] if isinstance(a, dict)]
         return _assemble(root)
 
     def _choose_sizes(self) -> None:
