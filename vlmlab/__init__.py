@@ -6,6 +6,7 @@ errors              VlmlabError, the one sentence a person gets instead of a tra
 machine             what this machine has: versions, devices, which engine can run and why not
 metrics             how different two tensors are
 floats              floating-point formats, and rounding to them
+fp8                 FP8 weights and activations as SGLang quantizes them, and their product
 summation           the same numbers added in a chosen order
 tree_boxes          an addition tree as few boxes, what repeats once
 reveal              the order in which a given callable adds, by probing
@@ -16,6 +17,7 @@ demos               a handful of numbers per cause, computed both ways
 hookpoints          the canonical name of every captured tensor and where each engine produces it
 checkpoint          a checkpoint folder, checked and hashed before any engine sees it
 inputs              one prompt and picture as exact ids, pixels, grid and positions, with a content hash
+grounding           pictures with one box to point at, answers read and judged
 trace               {hook point: tensor} plus RunInfo: record while the engine runs, load lazily
 page                HTML pages that travel: escaped, offline, without any path of this machine
 causes              the catalogue of causes, and the plan that says which way every step goes
@@ -25,6 +27,9 @@ engine_hf           Trace from Transformers, in process
 sglang_worker       what runs inside SGLang's processes: the engine's owner and the recording hooks
 engine_sglang       Trace from SGLang, whose engine lives in a child process
 compare             two traces aligned: one row per hook point, one value per token
+drift               two generated texts, step by step: distributions, states, growth, ways to compute
+rollout             log-probabilities of tokens that one engine drew and another scores
+sampling            settings that make two texts differ before any rounding does
 capture             both engines on one input, stored on disk and reused
 verdict             bug or rounding: every operation against the envelope of legal plans
 attribution         which cause explains the difference, which engine is closer to the truth
