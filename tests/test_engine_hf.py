@@ -120,7 +120,7 @@ def _plain_decode(engine, inputs, steps=3):
 def test_decode_steps_are_those_of_the_plain_model(greedy, hf_engine, small_inputs, tmp_path):
     before = _hooks(hf_engine.model)
     tokens, logits, positions = greedy
-    steps = hf_engine.capture_decode(small_inputs, tmp_path, tokens)
+    steps, _ = hf_engine.capture_decode(small_inputs, tmp_path, len(tokens), tokens)
     assert _hooks(hf_engine.model) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_0", "step_1", "step_2"]
     language = tuple(point.name for point in hook_points(hf_engine.checkpoint.config) if point.part == "language")
@@ -138,7 +138,7 @@ def test_decode_steps_are_those_of_the_plain_model(greedy, hf_engine, small_inpu
 def test_another_token_gives_another_answer(greedy, hf_engine, small_inputs, tmp_path):
     tokens, logits, _ = greedy
     wrong = [tokens[0], (tokens[1] + 1) % 100, tokens[2]]
-    steps = hf_engine.capture_decode(small_inputs, tmp_path, wrong)
+    steps, _ = hf_engine.capture_decode(small_inputs, tmp_path, len(wrong), wrong)
     same = [bitwise_equal(step["logits"], plain) for step, plain in zip(steps, logits, strict=True)]
     assert same == [True, False, False]
 
@@ -147,7 +147,7 @@ def test_text_only_decode_does_not_inherit_the_position_of_an_earlier_picture(hf
     text = prepare_inputs(checkpoint, None, "List every shape with its color and center.")
     tokens, logits, positions = _plain_decode(hf_engine, text)
     hf_engine.forward(inputs)  # leaves its rope delta in the model
-    steps = hf_engine.capture_decode(text, tmp_path, tokens)
+    steps, _ = hf_engine.capture_decode(text, tmp_path, len(tokens), tokens)
     for k, step in enumerate(steps):
         assert bitwise_equal(step["logits"], logits[k])
         assert step["inputs.positions"].tolist() == [[text.tokens + k]] * 3 == positions[k].tolist()

@@ -94,7 +94,7 @@ def test_decode_steps_of_one_request(sglang_engine, hf_engine, small_inputs, tmp
     again, same = sglang_engine.capture_decode(small_inputs, tmp_path / "again", 3)
     assert tokens == same == sglang_engine.generate(small_inputs, 4)
     language = {point.name for point in hook_points(sglang_engine.checkpoint.config) if point.part == "language"}
-    hf = hf_engine.capture_decode(small_inputs, tmp_path / "hf", tokens[:3])
+    hf, _ = hf_engine.capture_decode(small_inputs, tmp_path / "hf", 3, tokens)
     for k, step in enumerate(steps):
         assert set(step.hook_points) == language
         assert all(len(step[name]) == 1 for name in language)
@@ -118,6 +118,36 @@ def test_decode_steps_after_given_vision_output(sglang_engine, hf_engine, small_
     assert not bitwise_equal(other[0]["logits"], steps[0]["logits"])
 
 
+def test_decode_follows_forced_tokens_also_unlikely_ones(sglang_engine, hf_engine, small_inputs, tmp_path):
+    free, greedy = sglang_engine.capture_decode(small_inputs, tmp_path / "free", 3)
+    same, tokens = sglang_engine.capture_decode(small_inputs, tmp_path / "same", 3, forced=greedy)
+    assert tokens == greedy
+    names = ("layers.0.resid_pre", "final_norm", "logits")  # logits are recorded before they are overruled
+    assert all(bitwise_equal(a[name], b[name]) for a, b in zip(free, same, strict=True) for name in names)
+    unlikely = [int(step["logits"].argmin()) for step in free]
+    steps, tokens = sglang_engine.capture_decode(small_inputs, tmp_path / "unlikely", 2, forced=unlikely)
+    assert tokens == unlikely
+    hf, _ = hf_engine.capture_decode(small_inputs, tmp_path / "hf", 2, unlikely)
+    assert [int(step["inputs.input_ids"]) for step in steps] == unlikely[:2]
+    assert all(bitwise_equal(a["layers.0.resid_pre"], b["layers.0.resid_pre"]) for a, b in zip(hf, steps, strict=True))
+
+
+def test_a_batch_of_equal_requests_and_a_prefill_over_the_answer(sglang_engine, small_inputs, tmp_path):
+    tokens = sglang_engine.generate(small_inputs, 9)
+    alone, _ = sglang_engine.capture_decode(small_inputs, tmp_path / "alone", 8, forced=tokens)
+    batch = sglang_engine.capture_batch(small_inputs, tmp_path / "batch", 3, 4, tokens, None)
+    first = int(alone[0]["inputs.positions"][0, 0])
+    for step in batch:
+        places = step["inputs.positions"][0] - first
+        assert step["logits"].shape[0] == 4 and len(set(places.tolist())) == 1
+        assert step["inputs.input_ids"].tolist() == [tokens[int(places[0])]] * 4
+    text = prepare_inputs(sglang_engine.checkpoint, None, "List every shape with its color and center.")
+    (prefill,) = sglang_engine.capture_prefill(text.followed_by(tokens[:3]), tmp_path / "prefill")
+    assert len(prefill["layers.0.resid_pre"]) == text.tokens + 3
+    with pytest.raises(VlmlabError, match="needs the picture's vision output"):
+        sglang_engine.generate(small_inputs.followed_by(tokens))
+
+
 def test_decode_steps_after_text_only(sglang_engine, checkpoint, tmp_path):
     text = prepare_inputs(checkpoint, None, "List every shape with its color and center.")
     steps, _ = sglang_engine.capture_decode(text, tmp_path, 2)
@@ -127,7 +157,7 @@ def test_decode_steps_after_text_only(sglang_engine, checkpoint, tmp_path):
 def test_a_request_cut_short_leaves_nothing_to_the_next(sglang_engine, small_inputs, tmp_path, monkeypatch):
     generate, control = sglang_engine.generate, sglang_engine._control
     with monkeypatch.context() as patch:
-        patch.setattr(sglang_engine, "generate", lambda inputs, max_new_tokens, embeddings: generate(inputs, 2))
+        patch.setattr(sglang_engine, "generate", lambda inputs, **request: generate(inputs, 2))
         with pytest.raises(VlmlabError, match="hooks recorded nothing"):
             sglang_engine.capture_decode(small_inputs, tmp_path / "short", 3)
     assert list((tmp_path / "short").iterdir()) == []

@@ -154,7 +154,7 @@ def test_prefill_has_the_bits_of_transformers(family, attention, grid, hybrids, 
 def test_decode_steps_have_the_bits_of_transformers(family, attention, hybrids, hf_engines, captured, tmp_path):
     hybrid, plan = hybrids(family), hf_plan(attention)
     inputs, _ = captured(family, attention)
-    steps = hf_engines(family, attention).capture_decode(inputs, tmp_path, FORCED)
+    steps = hf_engines(family, attention).capture_decode(inputs, tmp_path, len(FORCED), FORCED)[0]
     states = decoded(hybrid, inputs, plan, FORCED)
     for step, found in zip(steps, states, strict=True):
         assert set(step.hook_points) == language_points(hybrid.checkpoint)
@@ -166,7 +166,7 @@ def test_decode_steps_have_the_bits_of_transformers(family, attention, hybrids, 
 
 def test_decode_steps_after_text_only(hybrids, hf_engines, captured, tmp_path):
     inputs, _ = captured("qwen3_vl", "sdpa", None)
-    steps = hf_engines("qwen3_vl").capture_decode(inputs, tmp_path, FORCED)
+    steps = hf_engines("qwen3_vl").capture_decode(inputs, tmp_path, len(FORCED), FORCED)[0]
     for step, found in zip(steps, decoded(hybrids("qwen3_vl"), inputs, hf_plan(), FORCED), strict=True):
         assert_closed(step, found)
 

@@ -274,7 +274,7 @@ def test_decode_steps_need_the_keys_and_values_of_earlier_tokens(family, hybrids
     asked = asked_of(hybrid, prefill, prefill)
     local_states(hybrid, prefill, asked, hf_plan(), cache)
     assert cache.keys[0].shape[2] == inputs.tokens
-    for k, step in enumerate(hf_engines(family).capture_decode(inputs, tmp_path, [11, 12])):
+    for k, step in enumerate(hf_engines(family).capture_decode(inputs, tmp_path, 2, [11, 12])[0]):
         now = dataclasses.replace(
             asked,
             input_ids=step["inputs.input_ids"],

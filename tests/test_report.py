@@ -230,7 +230,7 @@ def test_a_run_folder_becomes_a_report(small_traces, sglang_engine, hf_engines, 
         save_trace(trace, run / trace.info.engine)
     given = vision_output(small_traces[0])
     _, tokens = sglang_engine.capture_decode(inputs, run / "decode" / "sglang", 3, given)
-    hf_engines("qwen2_vl").capture_decode(inputs, run / "decode" / "hf", tokens[:3])
+    hf_engines("qwen2_vl").capture_decode(inputs, run / "decode" / "hf", 3, tokens)
     assert main(["report", str(run), "--out", str(tmp_path / "report.html")]) == 0
     assert "rounding" in capsys.readouterr().out
     page = opened(tmp_path / "report.html")

@@ -169,7 +169,7 @@ def test_a_stale_rope_delta_is_found_in_the_decode_steps(family, stale, clean, h
     hybrid, exact, tokens = hybrids(family), hybrids(family, torch.float64), [11, 12, 13]
     decode = engine._decode
     monkeypatch.setattr(engine, "_decode", lambda ids, positions, cache: decode(ids, positions + stale, cache))
-    traces = [held(trace) for trace in engine.capture_decode(inputs, tmp_path, tokens)]
+    traces = [held(trace) for trace in engine.capture_decode(inputs, tmp_path, len(tokens), tokens)[0]]
     asked = asked_of(hybrid, prefill, prefill)
     steps = [(trace, asked_of_step(asked, k, tokens[k])) for k, trace in enumerate(traces)]
     first, *verdicts = judge_steps(hybrid, exact, [(prefill, asked), *steps])

@@ -31,6 +31,7 @@ drift               two generated texts, step by step: distributions, states, gr
 rollout             log-probabilities of tokens that one engine drew and another scores
 sampling            settings that make two texts differ before any rounding does
 capture             both engines on one input, stored on disk and reused
+generation          both engines generate: freely, on the same tokens, in other shapes of work
 verdict             bug or rounding: every operation against the envelope of legal plans
 attribution         which cause explains the difference, which engine is closer to the truth
 explorer            any plan on one input, computed when first asked for and remembered

@@ -175,7 +175,7 @@ def capture_steps(
             sglang, tokens = engine.capture_decode(inputs, folder / "sglang", steps, given)
         say(f"Transformers: the same {steps} decode steps")
         with open_hf(checkpoint, attention=attention) as other:
-            hf = other.capture_decode(inputs, folder / "hf", tokens[:steps])
+            hf, _ = other.capture_decode(inputs, folder / "hf", steps, tokens)
         return tuple(zip(hf, sglang, strict=True))
     say(f"stored decode steps of {found[0].info.created}")
     return tuple(zip(found[::2], found[1::2], strict=True))

@@ -126,24 +126,34 @@ class HFEngine:
             parts.append("vision")
         return self._record(folder, parts, inputs, given, lambda: self.forward(inputs))
 
-    def capture_decode(self, inputs: Inputs, folder: Path, tokens: Sequence[int]) -> tuple[Trace, ...]:
-        """One decode step a token after an unrecorded prefill, the language model's hook points copied to disk.
+    def capture_decode(
+        self, inputs: Inputs, folder: Path, steps: int, forced: Sequence[int] = ()
+    ) -> tuple[tuple[Trace, ...], list[int]]:
+        """Decode steps after an unrecorded prefill, the language model's hook points copied to disk.
 
-        Args: inputs: what to ask. folder: gets one trace folder a step, `step_0` and on. tokens: input of each step.
-        Returns: one Trace a token. Raises: VlmlabError: disk full, or a hook point was never reached.
+        Args: inputs: what to ask. folder: gets one trace folder a step, `step_0` and on. steps: how many. forced:
+        tokens to follow; past them the likeliest.
+        Returns: one Trace a step, and the tokens; token k is the input of step k. There is one token more than steps;
+        where logits are not finite both end early.
+        Raises: VlmlabError: disk full, or a hook point was never reached.
         """
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self.model.config.get_text_config())
-        self.forward(inputs, cache)
-        first = int(self.positions(inputs).max()) + 1
-        traces = []
-        for k, token in enumerate(tokens):
-            ids, positions = torch.tensor([token]), torch.full((3, 1), first + k)
+        logits, first = self.forward(inputs, cache), int(self.positions(inputs).max()) + 1
+        traces: list[Trace] = []
+        tokens: list[int] = []
+        while len(tokens) < len(forced) or logits.isfinite().all():
+            k = len(tokens)
+            tokens.append(forced[k] if k < len(forced) else int(logits[0].argmax()))
+            if k == steps:
+                break
+            ids, positions = torch.tensor(tokens[-1:]), torch.full((3, 1), first + k)
             given = {"inputs.input_ids": ids, "inputs.positions": positions}
             step = functools.partial(self._decode, ids, positions, cache)
             traces.append(self._record(folder / f"step_{k}", ["language"], inputs, given, step, decode_step=k))
-        return tuple(traces)
+            logits = traces[-1]["logits"]
+        return tuple(traces), tokens
 
     def _record(
         self,

@@ -62,6 +62,7 @@ def engine_arguments(checkpoint: Checkpoint, extra: Mapping[str, Any] | None = N
         "skip_server_warmup": True,
         "sleep_on_idle": True,  # an idle scheduler polls without pause and takes a core from everybody else
         "random_seed": 0,
+        "enable_custom_logit_processor": True,  # how decode steps are given their tokens
         "log_level": "info",
     }
     if not has_cuda():
@@ -201,14 +202,24 @@ class SGLangEngine:
         """Whether the engine's process still runs."""
         return self._process is not None and self._process.poll() is None
 
-    def generate(self, inputs: Inputs, max_new_tokens: int = 1, embeddings: Tensor | None = None) -> list[int]:
-        """Greedy tokens for one input.
+    def generate(
+        self,
+        inputs: Inputs,
+        max_new_tokens: int = 1,
+        embeddings: Tensor | None = None,
+        forced: Sequence[int] = (),
+        copies: int = 1,
+    ) -> list[int]:
+        """Greedy tokens for one input, also beyond a token that ends the answer.
 
         Args: inputs: what to ask; SGLang tokenizes the text and processes the picture itself. max_new_tokens: how many.
-        embeddings: [image tokens, D...] vision output to use instead of the picture.
+        embeddings: [image tokens, D...] vision output to use instead of the picture. forced: tokens to generate before
+        it may choose. copies: equal requests at once.
         Returns: token ids. Raises: VlmlabError: the engine refused or died.
         """
-        request: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+        request: dict[str, Any] = {"max_new_tokens": max_new_tokens, "forced": list(forced), "copies": copies}
+        if inputs.answer:
+            request |= {"input_ids": inputs.input_ids.tolist()}
         if embeddings is not None:
             if inputs.image_grid_thw is None or len(embeddings) != inputs.image_tokens:
                 raise VlmlabError(f"expected {inputs.image_tokens} rows of vision output, got {len(embeddings)}")
@@ -220,8 +231,10 @@ class SGLangEngine:
             }
             save_file(content, file)
             request |= {"input_ids": inputs.input_ids.tolist(), "image": {"file": str(file)}}
-        else:
+        elif not inputs.answer:
             request |= {"prompt": inputs.text, "image": _data_uri(inputs)}
+        elif inputs.image is not None:
+            raise VlmlabError("an answer after a picture needs the picture's vision output")
         self._send(request)
         reply = self._receive(REQUEST_TIMEOUT_S, "answer")
         if "error" in reply:
@@ -250,20 +263,62 @@ class SGLangEngine:
         return load_trace(folder)
 
     def capture_decode(
-        self, inputs: Inputs, folder: Path, steps: int, embeddings: Tensor | None = None
+        self, inputs: Inputs, folder: Path, steps: int, embeddings: Tensor | None = None, forced: Sequence[int] = ()
     ) -> tuple[tuple[Trace, ...], list[int]]:
-        """Greedy decode steps after an unrecorded prefill, the language model's hook points copied to disk.
+        """Decode steps after an unrecorded prefill, the language model's hook points copied to disk.
 
         Args: inputs: what to ask. folder: gets one trace folder a step, `step_0` and on. steps: how many.
-        embeddings: vision output for the language model, as in capture.
+        embeddings: vision output for the language model, as in capture. forced: tokens to follow; past them it is
+        greedy.
         Returns: one Trace a step, and the steps + 1 generated token ids; token k is the input of step k.
         Raises: VlmlabError: disk full, the engine died, or a step or hook point was never reached.
         """
+        return self._capture_passes(inputs, folder, steps, embeddings, 1, forced=forced, max_new_tokens=steps + 1)
+
+    def capture_prefill(
+        self, inputs: Inputs, folder: Path, embeddings: Tensor | None = None, passes: int = 1
+    ) -> tuple[Trace, ...]:
+        """The language part of a prefill, as one pass or in chunks.
+
+        Args: inputs: what to ask. folder: gets one trace folder a pass. embeddings: as in capture. passes: how many the
+        engine makes of it (see its argument chunked_prefill_size).
+        Returns: one Trace a pass. Raises: VlmlabError: as capture_decode.
+        """
+        return self._capture_passes(inputs, folder, passes, embeddings, 0, max_new_tokens=1)[0]
+
+    def capture_batch(
+        self, inputs: Inputs, folder: Path, steps: int, copies: int, forced: Sequence[int], embeddings: Tensor | None
+    ) -> tuple[Trace, ...]:
+        """Decode steps of equal requests in one batch, forced on the same tokens.
+
+        The first decode steps may run before all requests have joined; they are not recorded.
+
+        Args: steps: how many passes over all copies. copies: requests. forced: tokens. Others: as in capture_decode.
+        Returns: one Trace a pass, [copies, D] each; `inputs.positions` says which step every row is.
+        Raises: VlmlabError: as capture_decode, also when the requests were not together for so many steps.
+        """
+        return self._capture_passes(
+            inputs, folder, steps, embeddings, 0, rows=copies, forced=forced, copies=copies, max_new_tokens=len(forced)
+        )[0]
+
+    def _capture_passes(
+        self,
+        inputs: Inputs,
+        folder: Path,
+        passes: int,
+        embeddings: Tensor | None,
+        skipped: int,
+        rows: int | None = None,
+        **request: Any,
+    ) -> tuple[tuple[Trace, ...], list[int]]:
+        """The language part of forward passes, a trace folder each, after some that are not recorded."""
         start = time.perf_counter()
-        folders = [folder / f"step_{k}" for k in range(steps)]
         with contextlib.ExitStack() as stack:
+            folders = [folder / f"step_{k}" for k in range(passes)]
             partials = [stack.enter_context(write_trace(step)) for step in folders]
-            facts, tokens = self._record([None, *partials], ["inputs", "language"], inputs, embeddings)
+            facts, tokens = self._record(
+                [*[None] * skipped, *partials], ["inputs", "language"], inputs, embeddings, rows, **request
+            )
             seconds = {**self.seconds, "capture": time.perf_counter() - start}
             for k, (partial, recorded) in enumerate(zip(partials, facts, strict=True)):
                 self._check_reached(recorded["shards"], ["language"])
@@ -272,15 +327,21 @@ class SGLangEngine:
         return tuple(load_trace(step) for step in folders), tokens
 
     def _record(
-        self, folders: Sequence[Path | None], parts: list[str], inputs: Inputs, embeddings: Tensor | None = None
+        self,
+        folders: Sequence[Path | None],
+        parts: list[str],
+        inputs: Inputs,
+        embeddings: Tensor | None = None,
+        rows: int | None = None,
+        **request: Any,
     ) -> tuple[list[dict[str, Any]], list[int]]:
         """One request, a forward pass for each folder; the facts of those with a folder, and the generated tokens."""
         recorded_file = self._control / RECORDED_FILE
         recorded_file.unlink(missing_ok=True)
-        request = {"folders": [folder and str(folder) for folder in folders], "parts": parts}
-        write_json(self._control / REQUEST_FILE, request)
+        wanted = {"folders": [folder and str(folder) for folder in folders], "parts": parts, "rows": rows}
+        write_json(self._control / REQUEST_FILE, wanted)
         try:
-            tokens = self.generate(inputs, len(folders), embeddings)
+            tokens = self.generate(inputs, embeddings=embeddings, **request)
         finally:
             for name in (REQUEST_FILE, TAKEN_FILE):
                 (self._control / name).unlink(missing_ok=True)

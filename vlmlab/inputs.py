@@ -13,7 +13,8 @@ import hashlib
 import os
 import re
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class Inputs:
     Attributes: text: whole prompt with one image place. image: upright RGB picture, or None for text only.
     input_ids: [T] int64. pixel_values: [P, C * t * p * p] float32 or None. image_grid_thw: [1, 3] int64 patches or
     None. image_token_id: id at image positions. merge_size: patches per merged token and side. hash: sha256 of text and
-    pixels.
+    pixels. answer: tokens at the end of input_ids that are not in the text.
     """
 
     text: str
@@ -54,6 +55,13 @@ class Inputs:
     image_token_id: int
     merge_size: int
     hash: str
+    answer: tuple[int, ...] = ()
+
+    def followed_by(self, tokens: Sequence[int]) -> "Inputs":
+        """The same with an answer's tokens after the prompt. Returns: Inputs of T + len(tokens) tokens."""
+        ids = torch.cat((self.input_ids, torch.tensor(tokens, dtype=torch.int64)))
+        content = hashlib.sha256(f"{self.hash} {list(tokens)}".encode()).hexdigest()
+        return replace(self, input_ids=ids, answer=(*self.answer, *tokens), hash=content)
 
     @property
     def tokens(self) -> int:

@@ -1,6 +1,7 @@
 """The hybrid forward on what an engine was given: the whole pass, or every operation from the engine's own input.
 
 Asked, asked_of, asked_of_step  what a trace's forward pass was given
+run_answer          a prefill and decode steps
 run_plan            the whole forward pass under a plan
 local_states        every operation run again from the trace's own captured input
 closure             how much of a trace is reproduced bit for bit
@@ -9,7 +10,7 @@ The parts stand on their own: the vision part starts from the pixels, the langua
 engine was given, so that an error of one is not charged to the other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +78,28 @@ def run_plan(hybrid: Hybrid, asked: Asked, plan: Plan, part: str | None = None) 
         seen = _cast(asked.seen, hybrid.dtype)
         hybrid.language(asked.input_ids, asked.positions, plan, seen, record=states.__setitem__)
     return {name: state.cpu() for name, state in states.items()}
+
+
+@torch.no_grad()
+def run_answer(hybrid: Hybrid, asked: Asked, tokens: Sequence[int], plan: Plan) -> dict[str, Tensor]:
+    """The prefill and a decode step for every token.
+
+    Args: hybrid: weights and dtype. asked: the prefill. tokens: [S] input of every step. plan: how.
+    Returns: hook point of the language model to [S, D], one row a step, on the CPU; "logits" to [S + 1, V], the
+    prefill's first.
+    """
+    cache, rows = Cache(), dict[str, list[Tensor]]()
+    seen = _cast(asked.seen, hybrid.dtype)
+    first = hybrid.language(asked.input_ids, asked.positions, plan, seen, cache)
+
+    def record(name: str, state: Tensor) -> None:
+        rows.setdefault(name, []).append(state)
+
+    for k, token in enumerate(tokens):
+        step = asked_of_step(asked, k, token)
+        hybrid.language(step.input_ids, step.positions, plan, cache=cache, record=record)
+    rows["logits"] = [first, *rows.get("logits", [])]
+    return {name: torch.cat(states).cpu() for name, states in rows.items()}
 
 
 def _cast(seen: Seen | None, dtype: torch.dtype) -> Seen | None:

@@ -6,8 +6,9 @@ finish          hook factory for the last module of a forward pass; completes it
 
 Only this module imports sglang. A recording is asked for through a file: the scheduler looks for `request.json` in the
 control folder when a forward pass starts, and renames it `taken.json`. It names one folder for each forward pass to
-come, null for a pass that is not recorded. The scheduler streams each pass into its folder and writes `recorded.json`,
-one entry a folder, after the last. A request is over when its owner removes its file, or writes the next.
+come, null for a pass that is not recorded; with `rows`, a pass over another number of rows has none. The scheduler
+streams each pass into its folder and writes `recorded.json`, one entry a folder, after the last. A request is over when
+its owner removes its file, or writes the next.
 
 Source: sglang@0.5.23: srt/model_executor/hook_manager.py (factory and hook signatures).
 """
@@ -40,8 +41,8 @@ SHUTDOWN_GRACE_S = 10.0
 class _Request:
     """The request in progress in this scheduler process; tensor parallel ranks other than 0 never have one."""
 
-    def __init__(self, folders: list[str | None], parts: list[str]) -> None:
-        self.folders, self.parts = folders, parts
+    def __init__(self, folders: list[str | None], parts: list[str], rows: int | None = None) -> None:
+        self.folders, self.parts, self.rows = folders, parts, rows
         self.facts: list[dict[str, Any] | None] = []
 
 
@@ -86,14 +87,15 @@ _current: _Recording | None = None
 _inside = False
 
 
-def _recording(control: Path) -> _Recording | None:
+def _recording(control: Path, rows: int | None = None) -> _Recording | None:
     """The recording of this forward pass; its first hook decides, so that no request begins half-way."""
     global _request, _current, _inside
     if not _inside:
         _inside = True
         if _rank() == 0:
             _request = _requested(control)
-            _current = _Recording(_request) if _request is not None and _request.folders else None
+            wanted = _request is not None and _request.folders and _request.rows in (None, rows)
+            _current = _Recording(_request) if _request is not None and wanted else None
     return _current
 
 
@@ -119,7 +121,7 @@ def record(config: dict[str, Any]) -> Callable:
     control, reads = Path(config["control"]), config["reads"]
 
     def hook(module, inputs, output):
-        recording = _recording(control)
+        recording = _recording(control, len(read(reads[0][2], inputs, output)))
         if recording is None:
             return
         for name, part, slot in reads:
@@ -183,9 +185,36 @@ def _generate(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
         stored = load_file(image["file"])
         image = [{"format": "processor_output", "modality": "IMAGE", **stored}]
     arguments = {key: request[key] for key in ("prompt", "input_ids") if request.get(key) is not None}
-    sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": request["max_new_tokens"]}
-    answer = engine.generate(image_data=image, sampling_params=sampling, **arguments)
+    sampling: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": request["max_new_tokens"]}
+    arguments |= {"image_data": image, "sampling_params": sampling}
+    if request.get("forced"):
+        sampling["custom_params"] = {"forced": request["forced"]}
+        arguments["custom_logit_processor"] = _forcing()
+    copies = request.get("copies", 1)
+    if copies > 1:
+        arguments = {key: [value] * copies for key, value in arguments.items()}
+    answers = engine.generate(**arguments)
+    answer = answers[0] if copies > 1 else answers
     return {"output_ids": list(answer["output_ids"]), "prompt_tokens": answer["meta_info"]["prompt_tokens"]}
+
+
+def _forcing() -> str:
+    """SGLang's own way to choose tokens: a logit processor that leaves nothing but the next forced one.
+
+    It goes to the scheduler by value; what the hooks record is from before it.
+    """
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    class Forced(CustomLogitProcessor):
+        def __call__(self, logits, custom_param_list=None):
+            for row, given in enumerate(custom_param_list or []):
+                place = len(given["__req__"].output_ids)
+                if place < len(given["forced"]):
+                    logits[row, :] = -float("inf")
+                    logits[row, given["forced"][place]] = 0.0
+            return logits
+
+    return Forced.to_str()
 
 
 def _read_requests(requests: "queue.Queue[str | None]", started: threading.Event) -> None:

@@ -1,0 +1,254 @@
+"""Both engines generate: freely, on the same tokens, and the same tokens in other shapes of work.
+
+capture_answers     everything one question makes of both engines, from the store or fresh
+Answers, Answer     tokens and decode steps
+stacked             one hook point over all steps
+end_of_text         the ids that end an answer
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmlab.capture import ENGINE_LOG, Say, capture_key, store_folder
+from vlmlab.checkpoint import Checkpoint
+from vlmlab.engine_hf import open_hf, vision_output
+from vlmlab.engine_sglang import SGLangEngine, engine_arguments, engine_settings, open_sglang
+from vlmlab.errors import VlmlabError
+from vlmlab.inputs import Inputs
+from vlmlab.trace import Trace, load_trace, write_json
+
+COPIES = 4
+CHUNK = 256
+ON_POLICY = "decode, rl_on_policy_target"
+
+Run = tuple[tuple[Trace, ...], list[int]]  # steps, tokens
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine generated.
+
+    Attributes: tokens: [S + 1] ids; token k is the input of step k. steps: S traces. first: [1, V] logits of the
+    prefill, which chose token 0. ended: why it is shorter than asked, or "".
+    """
+
+    tokens: tuple[int, ...]
+    steps: tuple[Trace, ...]
+    first: Tensor
+    ended: str = ""
+
+    @property
+    def logits(self) -> Tensor:
+        """[S + 1, V]: row k chose token k."""
+        return torch.cat([self.first, *(step["logits"] for step in self.steps)])
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One question, both engines.
+
+    Attributes: hf, sglang: each on its own tokens. forced: SGLang on Transformers' tokens. on_policy: the same with
+    `rl_on_policy_target`, None where it is refused. ways: name of another way
+    through an engine to {hook point: [S, D]} of the same tokens, NaN where a step was not seen; "decode" are the forced
+    steps. refused: name of a way that the engine does not take here to why.
+    """
+
+    hf: Answer
+    sglang: Answer
+    forced: Answer
+    on_policy: Answer | None
+    ways: dict[str, dict[str, Tensor]]
+    refused: dict[str, str]
+
+
+def stacked(steps: Sequence[Trace], name: str) -> Tensor:
+    """One hook point over all steps. Returns: [S, D]."""
+    return torch.cat([step[name] for step in steps])
+
+
+def end_of_text(checkpoint: Checkpoint) -> frozenset[int]:
+    """The ids that end an answer, of generation_config.json or config.json."""
+    file = checkpoint.folder / "generation_config.json"
+    text = checkpoint.config.get("text_config") or checkpoint.config
+    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    ids = settings.get("eos_token_id", text.get("eos_token_id", checkpoint.config.get("eos_token_id")))
+    return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+
+def check_room(checkpoint: Checkpoint, inputs: Inputs, steps: int, arguments: Mapping[str, Any]) -> None:
+    """Raises: VlmlabError: prompt and answer do not fit into the context, or no step is asked for."""
+    text = checkpoint.config.get("text_config") or checkpoint.config
+    limits = {"max_position_embeddings": text.get("max_position_embeddings")}
+    limits |= {name: arguments.get(name) for name in ("context_length", "max_total_tokens")}
+    if steps < 1:
+        raise VlmlabError(f"expected at least 1 step, got {steps}")
+    for name, limit in limits.items():
+        if limit is not None and inputs.tokens + steps + 1 > limit:
+            raise VlmlabError(
+                f"a prompt of {inputs.tokens} tokens and {steps + 1} new ones do not fit into {name} = {limit}"
+            )
+
+
+def capture_answers(
+    checkpoint: Checkpoint,
+    inputs: Inputs,
+    baseline: Trace,
+    target: Trace,
+    steps: int,
+    *,
+    fresh: bool = False,
+    engine_args: Mapping[str, Any] | None = None,
+    shapes: bool = True,
+    say: Say = print,
+) -> Answers:
+    """Generate with both engines, greedily, until a token ends the text or after `steps` decode steps.
+
+    Args: baseline, target: Transformers' and SGLang's traces of the prefill; both are given the baseline's vision
+    output. steps: most decode steps. shapes: also run the same tokens in other shapes of work. Others: see
+    capture.capture_both.
+    Returns: Answers. Raises: VlmlabError: no room in the context, an empty answer, an engine cannot run here or fails.
+    """
+    given, attention = vision_output(baseline), baseline.info.attention
+    arguments = engine_arguments(checkpoint, engine_args)
+    check_room(checkpoint, inputs, steps, arguments)
+    settings = {**engine_settings(checkpoint, arguments), "attention": attention}
+    folder = store_folder() / f"{capture_key(settings, checkpoint, inputs, given)}-{steps}-answers"
+    ends = end_of_text(checkpoint)
+
+    free = _stored(folder / "hf", fresh)
+    if free is None:
+        say(f"Transformers: up to {steps} decode steps")
+        with open_hf(checkpoint, attention=attention) as hf:
+            free = _keep(folder / "hf", *hf.capture_decode(inputs, folder / "hf", steps))
+    mine = _until_end(Answer(tuple(free[1]), free[0], baseline["logits"][-1:]), steps, ends)
+    count, tokens = len(mine.steps), mine.tokens
+    following = inputs.followed_by(tokens[:count])
+
+    def sglang_runs(engine: SGLangEngine) -> None:
+        say(f"SGLang: {steps} decode steps, freely and on Transformers' tokens")
+        _keep(folder / "sglang", *engine.capture_decode(inputs, folder / "sglang", steps, given))
+        _keep(folder / "forced", *engine.capture_decode(inputs, folder / "forced", count, given, tokens))
+        if shapes:
+            say(f"SGLang: the same tokens as one prefill and {COPIES} times in a batch")
+            _keep(folder / "prefill", engine.capture_prefill(following, folder / "prefill", given), [])
+            together = max(1, count - 2 * COPIES)
+            batch = engine.capture_batch(inputs, folder / "batch", together, COPIES, tokens, given)
+            _keep(folder / "batch", batch, [])
+
+    runs = {name: _stored(folder / name, fresh) for name in ("sglang", "forced", *["prefill", "batch"] * shapes)}
+    if None in runs.values():
+        with open_sglang(checkpoint, engine_args, log=store_folder() / ENGINE_LOG) as engine:
+            sglang_runs(engine)
+        runs = {name: _stored(folder / name, False) for name in runs}
+    found = {name: run for name, run in runs.items() if run is not None}
+    theirs = Answer(tuple(found["sglang"][1]), found["sglang"][0], target["logits"][-1:])
+    forced = Answer(tuple(found["forced"][1]), found["forced"][0], target["logits"][-1:])
+    ways = {"decode": _rows(forced.steps, range(count))}
+    refused: dict[str, str] = {}
+    on_policy = None
+
+    def elsewhere(name: str, extra: Mapping[str, Any], run: Callable[[SGLangEngine, Path], Run]) -> Run | None:
+        """A run on an engine with further arguments, from the store or fresh."""
+        here = folder / name.replace(" ", "_")
+        stored = _stored(here, fresh)
+        if stored is None:
+            say(f"SGLang: starting it again for {name}")
+            try:
+                with open_sglang(checkpoint, {**(engine_args or {}), **extra}) as engine:
+                    return _keep(here, *run(engine, here))
+            except VlmlabError as error:
+                refused[name] = _last_line(error)
+        return stored
+
+    if shapes:
+        last = slice(-count, None)
+        ways["prefill"] = _rows(found["prefill"][0], last)
+        ways[f"decode, batch of {COPIES}"] = _placed(found["batch"][0], forced.steps, count)
+        name, passes = f"prefill in chunks of {CHUNK}", math.ceil(following.tokens / CHUNK)
+        chunks = elsewhere(
+            name,
+            {"chunked_prefill_size": CHUNK},
+            lambda engine, here: (engine.capture_prefill(following, here, given, passes), []),
+        )
+        if chunks is not None:
+            ways[name] = _rows(chunks[0], last)
+        policy = elsewhere(
+            ON_POLICY,
+            {"rl_on_policy_target": "fsdp"},
+            lambda engine, here: engine.capture_decode(inputs, here, count, given, tokens),
+        )
+        if policy is not None:
+            on_policy = Answer(tuple(policy[1]), policy[0], target["logits"][-1:])
+            ways[ON_POLICY] = _rows(policy[0], range(count))
+        run = _stored(folder / "hf_prefill", fresh)
+        if run is None:
+            say("Transformers: the same tokens as one prefill")
+            with open_hf(checkpoint, attention=attention) as hf:
+                trace = hf.capture(following, folder / "hf_prefill" / "step_0")
+            run = _keep(folder / "hf_prefill", [trace], [])
+        ways["Transformers, prefill"] = _rows(run[0], last)
+        ways["Transformers, decode"] = _rows(mine.steps, range(count))
+    return Answers(mine, _until_end(theirs, steps, ends), forced, on_policy, ways, refused)
+
+
+def _last_line(error: VlmlabError) -> str:
+    return str(error).splitlines()[-1]
+
+
+def _keep(folder: Path, steps: Sequence[Trace], tokens: Sequence[int]) -> Run:
+    """Note a finished run beside its traces. Written last, so that a run cut short is captured again."""
+    write_json(folder / "tokens.json", {"tokens": list(tokens), "steps": len(steps)})
+    return tuple(steps), list(tokens)
+
+
+def _stored(folder: Path, fresh: bool) -> Run | None:
+    if fresh:
+        return None
+    try:
+        noted = json.loads((folder / "tokens.json").read_text(encoding="utf-8"))
+        return tuple(load_trace(folder / f"step_{k}") for k in range(noted["steps"])), noted["tokens"]
+    except (OSError, ValueError, KeyError, VlmlabError):
+        return None
+
+
+def _until_end(answer: Answer, steps: int, ends: frozenset[int]) -> Answer:
+    """The answer without what comes after its end. Raises: VlmlabError: nothing comes before."""
+    place = next((k for k, token in enumerate(answer.tokens) if token in ends), None)
+    if place == 0 or not answer.tokens:
+        why = "the first token ends it" if answer.tokens else "the logits of the prefill are not finite"
+        raise VlmlabError(f"the answer is empty: {why}")
+    count, ended = len(answer.steps), ""
+    if place is not None:
+        count, ended = place, f"the answer ends at step {place}"
+    elif count < steps:
+        ended = f"logits are not finite at step {count - 1}"
+    return Answer(answer.tokens[: count + 1], answer.steps[:count], answer.first, ended)
+
+
+def _language(steps: Sequence[Trace]) -> list[str]:
+    return [name for name in steps[0].hook_points if name.startswith("layers.") or name == "final_norm"]
+
+
+def _rows(steps: Sequence[Trace], rows: slice | range) -> dict[str, Tensor]:
+    return {name: stacked(steps, name)[list(rows) if isinstance(rows, range) else rows] for name in _language(steps)}
+
+
+def _placed(batch: Sequence[Trace], alone: Sequence[Trace], count: int) -> dict[str, Tensor]:
+    """The first row of every pass of a batch, at the step that its position says."""
+    start = int(alone[0]["inputs.positions"][0, 0])
+    places = [int(step["inputs.positions"][0, 0]) - start for step in batch]
+    found = {}
+    for name in _language(batch):
+        states = torch.full((count, batch[0][name].shape[1]), torch.nan, dtype=batch[0][name].dtype)
+        for step, place in zip(batch, places, strict=True):
+            if 0 <= place < count:
+                states[place] = step[name][0]
+        found[name] = states
+    return found
