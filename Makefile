@@ -29,6 +29,7 @@ bench: $(READY)
 	$(VENV)/bin/python benchmarks/compare_phases.py
 	$(VENV)/bin/python benchmarks/hybrid.py
 	$(VENV)/bin/python benchmarks/reveal.py
+	$(VENV)/bin/python benchmarks/decode.py
 
 pictures: report
 	@mkdir -p data/pictures

@@ -16,6 +16,7 @@ from vlmlab.attribution import near_tie
 from vlmlab.drift import (
     first_divergence,
     grows,
+    margins,
     spread,
     state_drift,
     step_table,
@@ -100,6 +101,11 @@ def test_a_tie_of_the_two_likeliest_does_not_excuse_a_third_token():
     truth = logits([1.5, 1.5, -4.0])
     step = one(logits([1.5, 1.5, -4.0], dtype=BF16), logits([1.0, 1.0, 2.0], dtype=BF16), truth)
     assert (step.baseline_margin, step.label, step.gap) == (0.0, "not a near-tie", 5.5)
+
+
+def test_margins_count_storage_steps():
+    rows = logits([8.0, 7.9375, 0.0], [4.0, 4.0, 1.0], [NAN, 1.0, 0.0], dtype=torch.float64)
+    assert str(margins(rows, BF16)) == str([2.0, 0.0, NAN])  # just below 8 bf16 has steps of 1/32
 
 
 def test_the_storage_step_is_of_the_coarser_dtype_unless_said():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from vlmlab.errors import VlmlabError
-from vlmlab.page import addresses, assemble, embed_json, number, policy, text, write_page
+from vlmlab.page import addresses, assemble, embed_json, number, policy, text, token_strip, write_page
 
 HALF = b"\xe2\x82".decode("utf-8", "surrogateescape")
 
@@ -251,3 +251,11 @@ def test_a_failed_write_leaves_the_old_page_and_no_other_file(tmp_path, monkeypa
             with pytest.raises(VlmlabError, match="disk is full"):
                 write_page(assemble("new", ""), file)
         assert [f.name for f in tmp_path.iterdir()] == ["page.html"] and "<title>old" in file.read_text()
+
+
+def test_a_token_strip_escapes_its_words_and_frames_one():
+    strip = token_strip(["a b", "<script>", "\u202e"], [0.5, 2.0, -1.0], mark=1)
+    assert "a&nbsp;b" in strip and "&lt;script&gt;" in strip and "<script" not in strip and "\u202e" not in strip
+    assert strip.count("outline") == 1 and "0.50)" in strip and "1.00)" in strip and "0.00)" in strip
+    with pytest.raises(ValueError, match="zip"):
+        token_strip(["a"], [0.1, 0.2])

@@ -6,10 +6,12 @@ from test_compare import NAMES, _trace
 from test_trace import INFO
 
 from vlmlab.compare import compare_traces
+from vlmlab.errors import VlmlabError
 from vlmlab.plots import (
     plot_decay,
     plot_growth,
     plot_plan,
+    plot_steps,
     plot_sums,
     plot_token_heat,
     plot_worst_tokens,
@@ -94,6 +96,16 @@ def test_figures_do_not_pile_up(comparison):
     before = plt.get_fignums()
     plot_decay(comparison, "vision")
     assert plt.get_fignums() == before
+
+
+def test_steps_are_drawn_with_zeros_hollow_and_gaps_left():
+    axes = plot_steps({"a": [1.0, 0.0, float("nan"), 2.0], "b": [0.0] * 4}, "distance", "title", mark=2).axes[0]
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert texts == ["a", "b", "the texts part"]
+    hollow = [line for line in axes.lines if line.get_markerfacecolor() == "none"]
+    assert [list(line.get_xdata()) for line in hollow] == [[1], [0, 1, 2, 3]]
+    with pytest.raises(VlmlabError, match="no evidence"):
+        plot_steps({"a": [float("nan")]}, "distance", "title")
 
 
 def test_sums_and_growth_are_drawn():

@@ -3,7 +3,7 @@
 import pytest
 
 from vlmlab.errors import VlmlabError
-from vlmlab.sampling import sampling_differences
+from vlmlab.sampling import as_served, sampling_differences
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}, {"temperature": 0.0, "max_new_tokens": 8}
 SAMPLING = {"do_sample": True, "top_k": 0, "max_new_tokens": 8}, {"max_new_tokens": 8}
@@ -105,3 +105,12 @@ def test_settings_of_the_wrong_type_are_refused(bad, message):
         sampling_differences(bad, {})
     with pytest.raises(VlmlabError, match=message):
         sampling_differences({}, bad)
+
+
+def test_a_checkpoint_that_says_greedy_is_not_served_greedily():
+    config = {"do_sample": False, "eos_token_id": [2, 1], "temperature": 0.7, "transformers_version": "5"}
+    hf, sglang = as_served(config)
+    assert hf == config and sglang == {"temperature": 0.7, "eos_token_id": [2, 1]}
+    assert [d.name for d in sampling_differences(hf, sglang)] == ["do_sample", "max_new_tokens"]
+    sampled = as_served({"do_sample": True, "top_k": 20, "temperature": 0.7, "max_new_tokens": 128})
+    assert [d.name for d in sampling_differences(*sampled)] == []

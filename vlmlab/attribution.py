@@ -2,6 +2,7 @@
 
 explain             everything about one pair of traces: verdicts, closure, causes, distances to the truth
 attribute           every cause of a part: live or dead, alone, and its share
+cause_steps         what every cause alone does while an answer grows
 control             proof that a switch without effect acts all the same
 closer_to_truth     per layer, which engine is nearer to float64
 
@@ -27,7 +28,7 @@ from vlmlab.errors import VlmlabError
 from vlmlab.hybrid import Hybrid
 from vlmlab.kernels import available
 from vlmlab.metrics import rel_l2_error
-from vlmlab.replay import Asked, Closure, asked_of, closure, differing, run_plan, save_difference
+from vlmlab.replay import Asked, Closure, asked_of, closure, differing, run_answer, run_plan, save_difference
 from vlmlab.trace import Trace
 from vlmlab.verdict import Finding, Verdict, judge
 
@@ -192,6 +193,25 @@ def attribute(
     if flipped is not None and flipped.any():
         left, apart = int(flipped.sum()), _distance(base[end], target[end], ~flipped)
     return Attribution(part, end, total, explained, interaction, 2 ** len(live), left, apart, tuple(effects))
+
+
+def cause_steps(
+    hybrid: Hybrid, asked: Asked, tokens: Sequence[int], start: Plan, goal: Plan
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """What every live cause of the language model alone does to the last layer, step by step of an answer.
+
+    Args: hybrid: in the engines' dtype. asked: the prefill. tokens: [S] input of every step. start: Transformers' plan.
+    goal: SGLang's.
+    Returns: states of start and of goal as of replay.run_answer, and cause to [S] relative L2 change by it alone.
+    """
+    end = part_end(hybrid, "language")
+    before, after = (run_answer(hybrid, asked, tokens, plan) for plan in (start, goal))
+    alone = {}
+    for cause in causes_of(hybrid.family, "language"):
+        states = run_answer(hybrid, asked, tokens, start.switched(cause.name, goal.how(cause.name)))
+        if any(differing(states[name], before[name]) for name in before):
+            alone[cause.name] = rel_l2_error(before[end], states[end])
+    return before, after, alone
 
 
 def _larger_subsets(causes: Sequence[Cause]) -> Iterator[tuple[Cause, ...]]:

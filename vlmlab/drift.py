@@ -1,6 +1,7 @@
 """What happens as the output grows: two engines generate, and every number of every step is at hand.
 
 step_table              KL, total variation, margins, ranks and a label per step
+margins                 how close every choice is
 summary                 the steps in a few numbers; what is not finite is counted and enters no mean
 first_divergence        where two free-running texts part, and whether that is a near-tie
 state_drift             hidden states per step, against each other and against the truth
@@ -143,6 +144,17 @@ def _usable(row: Tensor) -> bool:
 def _margin(row: Tensor) -> float:
     first, second = row.topk(2).values
     return float(first - second)
+
+
+def margins(logits: Tensor, storage: torch.dtype) -> list[float]:
+    """How close every choice is: largest logit less the second, in storage steps just below it.
+
+    Args: logits: [S, V]. storage: dtype in which they were stored. Returns: S numbers; NaN where a row is not usable.
+    """
+    form = format_of(storage)
+    return [
+        _margin(row) / float(_spacing_below(row.max(), form)) if _usable(row) else math.nan for row in logits.double()
+    ]
 
 
 def _rank(row: Tensor, token: int) -> int:
@@ -355,7 +367,7 @@ def grows(values: Tensor | Sequence[float]) -> Growth:
         scale = np.abs(y).max()
         ranks = stats.spearmanr(x, y, alternative="greater")
         rank, p_value = float(ranks.statistic), float(ranks.pvalue)
-        slope = 100 * float(stats.linregress(x, y / scale).slope) * scale
+        slope = 100 * float(stats.linregress(x, y / scale).slope * scale)
     return Growth(len(y), int((~finite).sum()), rank, p_value, slope)
 
 

@@ -3,6 +3,7 @@
 capture_answers     everything one question makes of both engines, from the store or fresh
 Answers, Answer     tokens and decode steps
 stacked             one hook point over all steps
+unexplained         tensors that a plan does not give bit for bit
 end_of_text         the ids that end an answer
 """
 
@@ -22,6 +23,7 @@ from vlmlab.engine_hf import open_hf, vision_output
 from vlmlab.engine_sglang import SGLangEngine, engine_arguments, engine_settings, open_sglang
 from vlmlab.errors import VlmlabError
 from vlmlab.inputs import Inputs
+from vlmlab.replay import differing
 from vlmlab.trace import Trace, load_trace, write_json
 
 COPIES = 4
@@ -71,6 +73,14 @@ class Answers:
 def stacked(steps: Sequence[Trace], name: str) -> Tensor:
     """One hook point over all steps. Returns: [S, D]."""
     return torch.cat([step[name] for step in steps])
+
+
+def unexplained(steps: Sequence[Trace], states: Mapping[str, Tensor]) -> int:
+    """Tensors of decode steps that a plan does not give bit for bit. Args: states: of replay.run_answer."""
+    rows = {name: state[1:] if name == "logits" else state for name, state in states.items()}
+    return sum(
+        bool(differing(rows[name][k : k + 1], step[name])) for k, step in enumerate(steps) for name in step.hook_points
+    )
 
 
 def end_of_text(checkpoint: Checkpoint) -> frozenset[int]:
@@ -214,7 +224,7 @@ def _stored(folder: Path, fresh: bool) -> Run | None:
     try:
         noted = json.loads((folder / "tokens.json").read_text(encoding="utf-8"))
         return tuple(load_trace(folder / f"step_{k}") for k in range(noted["steps"])), noted["tokens"]
-    except (OSError, ValueError, KeyError, VlmlabError):
+    except (OSError, ValueError, KeyError, TypeError, VlmlabError):
         return None
 
 

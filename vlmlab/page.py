@@ -2,6 +2,7 @@
 
 text            anything from outside as HTML text, with nothing invisible in it
 number          a measured number, short
+token_strip     tokens in a row, shaded
 embed_json      values as strict JSON that may stand inside a script
 policy          the tag that forbids a browser every fetch and every script but the given ones
 assemble        a whole page
@@ -54,6 +55,20 @@ def number(value: float | None, digits: int = 3) -> str:
     Args: value: number, or None where there is none. digits: significant ones. Returns: text; "n/a" unless finite.
     """
     return "n/a" if value is None or not math.isfinite(value) else f"{value:.{digits}g}"
+
+
+def token_strip(words: Sequence[str], shades: Sequence[float], mark: int | None = None) -> str:
+    """Tokens in a row, each on a shade of orange, one of them framed.
+
+    Args: words: tokens as text, from outside. shades: 0 (none) to 1 (full) for each. mark: index to frame, or None.
+    Returns: HTML.
+    """
+    spans = []
+    for k, (word, shade) in enumerate(zip(words, shades, strict=True)):
+        frame = "outline: 2px solid #c0392b; " if k == mark else ""
+        style = f"{frame}background: rgba(211, 84, 0, {min(max(shade, 0.0), 1.0):.2f})"
+        spans.append(f'<span style="{style}" title="step {k}">{text(word).replace(" ", "&nbsp;")}</span>')
+    return f'<div style="font-family: monospace; line-height: 1.7">{"<wbr>".join(spans)}</div>'
 
 
 def embed_json(value: Any) -> str:

@@ -4,6 +4,7 @@ plot_decay          per-layer cosine decay: worst token, mean and whole tensor, 
 plot_token_heat     every layer and token at once
 plot_worst_tokens   the tokens that differ most, drawn on the picture
 plot_plan           one part's decay under a plan, with the envelope of legal plans
+plot_steps          figures of an answer, step by step
 plot_sums           how the sums of the same numbers in many orders are distributed
 plot_growth         a sum's error against the number of summands, with both bounds
 plot_tree           an addition tree with its repeated blocks drawn once
@@ -12,7 +13,7 @@ to_png              a figure as a picture file's bytes
 
 import io
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -21,6 +22,7 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from vlmlab.compare import Comparison, Row
+from vlmlab.errors import VlmlabError
 from vlmlab.hookpoints import block_of
 from vlmlab.summation import Tree
 from vlmlab.tree_boxes import boxes
@@ -202,6 +204,36 @@ def plot_plan(table: pd.DataFrame, metric: str, title: str) -> Figure:
     axes.set_ylabel(metric)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", fontsize=8)
+    axes.set_title(title, fontsize=10, loc="left")
+    return figure
+
+
+def plot_steps(curves: Mapping[str, Sequence[float]], ylabel: str, title: str, mark: int | None = None) -> Figure:
+    """Figures of an answer over its steps, on a log axis. What is 0 is drawn hollow at its foot.
+
+    Args: curves: label to one number a step; NaN leaves a gap. ylabel, title: text. mark: step of a line, or None.
+    Returns: Figure. Raises: VlmlabError: nothing to draw.
+    """
+    values = {label: np.asarray(curve, float) for label, curve in curves.items()}
+    drawn = np.concatenate([curve[np.isfinite(curve)] for curve in values.values()] or [np.empty(0)])
+    if not drawn.size:
+        raise VlmlabError("no evidence: no step has a number to draw")
+    positive = drawn[drawn > 0]
+    bottom = positive.min() / 10 if positive.size else 1e-16
+    figure = Figure(figsize=(9.5, 3.4))
+    figure.subplots_adjust(left=0.08, right=0.76, top=0.91, bottom=0.15)
+    axes = figure.subplots()
+    axes.set_yscale("log")
+    axes.set_ylim(bottom / 2, (positive.max() if positive.size else bottom) * 5)
+    for label, curve in values.items():
+        x = np.arange(len(curve))
+        (line,) = axes.plot(x, np.where(curve > 0, curve, np.nan), marker=".", ms=4, lw=1.0, label=label)
+        axes.plot(x[curve <= 0], np.full((curve <= 0).sum(), bottom), "o", mfc="none", mec=line.get_color(), ms=4)
+    if mark is not None:
+        axes.axvline(mark, color="#c0392b", ls="--", lw=1, label="the texts part")
+    axes.set(xlabel="step", ylabel=ylabel)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8)
     axes.set_title(title, fontsize=10, loc="left")
     return figure
 

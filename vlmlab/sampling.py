@@ -1,6 +1,7 @@
 """Settings that make two texts differ before any rounding does.
 
 sampling_differences    what Transformers' generate and SGLang's sampling parameters do differently
+as_served               the settings that a checkpoint's generation config gives both engines
 """
 
 import math
@@ -34,6 +35,22 @@ NAMED = {
     *("eos_token_id", "stop_token_ids", "ignore_eos", "max_new_tokens"),
 }
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+SERVED = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+
+
+def as_served(generation_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What each engine makes of a checkpoint's generation_config.json when nobody says otherwise.
+
+    Args: generation_config: its content. Returns: settings of Transformers' generate, of SGLang's server, as
+    sampling_differences takes them.
+    Source: transformers@5.19.0: generation/utils.py, _prepare_generation_config. sglang@0.5.23:
+    srt/configs/model_config.py, get_default_sampling_params.
+    """
+    ends = {"eos_token_id": generation_config.get("eos_token_id")}
+    taken = {name: generation_config[name] for name in SERVED if generation_config.get(name) is not None}
+    return dict(generation_config), taken | ends
 
 
 @dataclass(frozen=True)
