@@ -30,6 +30,7 @@ bench: $(READY)
 	$(VENV)/bin/python benchmarks/hybrid.py
 	$(VENV)/bin/python benchmarks/reveal.py
 	$(VENV)/bin/python benchmarks/decode.py
+	$(VENV)/bin/python benchmarks/grounding.py
 
 pictures: report
 	@mkdir -p data/pictures

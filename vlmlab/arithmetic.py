@@ -288,16 +288,22 @@ def deepstack_sum(
     """Add an MLP's output and deepstack features to the stream.
 
     Args: residual, x: [T, D]. features: [N, D]. rows: [T] bool, the N image tokens. how: "hf" adds the features to the
-    rounded sum, at image tokens only; "sglang" adds them to the MLP's output first and leaves the sum to the next norm.
+    rounded sum, at image tokens only; "sglang" adds them to the MLP's output first and leaves the sum to the next norm;
+    "residual_first" adds them to the residual first and leaves the sum, too; "once" adds all three and rounds once.
     Returns: (residual [T, D], what is still to be added [T, D] or None).
+    Source: sglang@0.5.16: srt/layers/communicator.py, post_residual_addition (the residual first, on CUDA).
     """
+    if how == "once":
+        stream = wide(residual) + x
+        stream[rows] = stream[rows] + features
+        return stream.to(residual.dtype), None
     if how == "hf":
         stream = residual + x
         stream[rows] = stream[rows] + features
         return stream, None
     everywhere = torch.zeros_like(x)
     everywhere[rows] = features
-    return residual, x + everywhere
+    return (residual + everywhere, x) if how == "residual_first" else (residual, x + everywhere)
 
 
 # ---------------------------------------------------------------------------------------------------- experts

@@ -1,4 +1,6 @@
-"""The commands: doctor, compare, explain, report, reveal, notebooks. `vlmlab COMMAND --help` lists their options.
+"""The commands: doctor, compare, explain, report, reveal, ground, notebooks.
+
+`vlmlab COMMAND --help` lists their options.
 
 Exit codes: 0 done, 1 doctor found that something cannot run, 2 a problem the user can act on, 130 interrupted.
 """
@@ -20,6 +22,7 @@ from vlmlab.errors import VlmlabError
 if TYPE_CHECKING:
     from vlmlab.attribution import Explanation
     from vlmlab.compare import Comparison
+    from vlmlab.grounding import Condition, Paired
     from vlmlab.trace import Trace
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -233,6 +236,115 @@ def _reveal(options: argparse.Namespace) -> int:
     return 0
 
 
+def _ground(options: argparse.Namespace) -> int:
+    engines = _chosen("--engines", options.engines, ("hf", "sglang"))
+    forwards = _chosen("--hybrid", options.hybrid, ("hf", "sglang", "float64"))
+    if (options.base_url is None) != (options.served_model is None):
+        raise VlmlabError("expected --base-url and --served-model together, got one of them")
+    if not (engines or forwards or options.hypotheses) and options.base_url is None:
+        engines = ["hf", "sglang"]
+    engine_args, size = _engine_args(options.engine_arg), _size(options.size)
+    asked: list[tuple[str, str, Sequence[str | VlmlabError]]] = []  # name, engine, answers
+    with Progress() as say:
+        say("importing")
+        import dataclasses
+
+        import torch
+
+        from vlmlab.ask import ask_hf, ask_hybrid, ask_server, ask_sglang
+        from vlmlab.causes import hf_plan, sglang_plan
+        from vlmlab.checkpoint import load_checkpoint
+        from vlmlab.grounding import BOX_QUESTION, POINT_QUESTION, cases, judge, paired, summarise
+        from vlmlab.hypotheses import ORDERS, of_family
+
+        checkpoint = load_checkpoint(options.model)
+        say("drawing the pictures")
+        posed = cases(options.n, size, options.seed, BOX_QUESTION if options.question == "box" else POINT_QUESTION)
+        if options.base_url is not None:  # first: an unreachable one is known before any engine starts
+            say("asking the server")
+            served = ask_server(options.base_url, options.served_model, posed)
+        if "hf" in engines:
+            say("asking hf")
+            asked.append(("hf", "hf", ask_hf(checkpoint, posed)))
+        if "sglang" in engines:
+            say("asking sglang")
+            asked.append(("sglang", "sglang", ask_sglang(checkpoint, posed, engine_args)))
+        for name in forwards:
+            say(f"asking the hybrid forward, {name}")
+            plan, dtype = sglang_plan() if name == "sglang" else hf_plan(), torch.float64 if name == "float64" else None
+            asked.append((f"hybrid {name}", "hybrid", ask_hybrid(checkpoint, posed, plan, dtype)))
+        if options.hypotheses:
+            orders = {} if checkpoint.family == "qwen2_vl" else ORDERS
+            for name, way in orders.items():
+                say(f"asking the hybrid forward, order {name}")
+                plan = hf_plan().switched("deepstack_order", way)
+                asked.append((name, "hybrid", ask_hybrid(checkpoint, posed, plan)))
+            for name, change in of_family(checkpoint.family).items():
+                say(f"asking the hybrid forward, {name}")
+                asked.append((name, "hybrid", ask_hybrid(checkpoint, posed, hf_plan(), change=change)))
+        if options.base_url is not None:
+            asked.append((options.served_model, "server", served))
+    judged, conditions = [], []
+    for name, engine, answers in asked:
+        outcomes = {i: judge(posed[i], a, checkpoint.family) for i, a in enumerate(answers) if isinstance(a, str)}
+        judged.append(outcomes)
+        conditions.append(summarise(list(outcomes.values()), name, engine))
+        failed = [a for a in answers if isinstance(a, VlmlabError)]
+        if failed:
+            left_out = f"{len(failed)} of {len(answers)} cases have no answer and are left out"
+            print(f"vlmlab: {name}: {left_out}; the first: {failed[0]}", file=sys.stderr)
+    if options.json:
+        print(json.dumps({"conditions": [dataclasses.asdict(c) for c in conditions]}, allow_nan=False))
+        return 0
+    for condition in conditions:
+        _print_condition(condition)
+    for condition, outcomes in zip(conditions[1:], judged[1:], strict=True):
+        both = [i for i in judged[0] if i in outcomes]
+        pair = paired([judged[0][i] for i in both], [outcomes[i] for i in both])
+        _print_pair(f"{condition.name} against {conditions[0].name}", pair)
+    return 0
+
+
+def _chosen(option: str, text: str | None, known: Sequence[str]) -> list[str]:
+    """Names of a comma-separated option, each once."""
+    names = [] if text is None else list(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in known:
+            raise VlmlabError(f"expected {option} with some of {','.join(known)}, got {name!r}")
+    return names
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    if not all(side.isascii() and side.isdigit() and len(side) < 10 for side in (width, height)):
+        raise VlmlabError(f"expected --size WIDTHxHEIGHT in px, got {text!r}; for example 560x560")
+    return int(width), int(height)
+
+
+def _print_condition(condition: "Condition") -> None:
+    low, high = condition.ci95
+    print(
+        f"{condition.name} ({condition.engine}): {condition.hit_rate:.1%} of {condition.n} hit, 95 % interval "
+        f"{low:.1%} to {high:.1%}; drift {_px(vars(condition.drift_px))}; "
+        f"{condition.unparsable} unparsable, {condition.out_of_range} out of range"
+    )
+
+
+def _print_pair(title: str, pair: "Paired") -> None:
+    import numpy as np
+
+    shift = [s for s in pair.shift_px if s is not None]
+    found = np.quantile(shift, (0.5, 0.9, 1.0)).tolist() if shift else (None, None, None)
+    print(
+        f"{title}: shift {_px(dict(zip(('median', 'p90', 'max'), found, strict=True)))}; {pair.only_baseline} hits "
+        f"lost, {pair.only_other} won, McNemar p = {pair.p_value:.3g}"
+    )
+
+
+def _px(numbers: dict[str, float | None]) -> str:
+    return ", ".join(f"{name} {'n/a' if n is None else f'{n:.2f}'}" for name, n in numbers.items()) + " px"
+
+
 def _print_explanation(explanation: "Explanation") -> None:
     for part in explanation.attributions:
         columns = ("cause", "live", "changes", "first at", "alone", "all but it", "up to it", "share")
@@ -437,6 +549,41 @@ def _parser() -> argparse.ArgumentParser:
     reveal.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     reveal.add_argument("--json", action="store_true", help="one JSON object on standard output")
     reveal.set_defaults(run=_reveal)
+
+    ground = commands.add_parser(
+        "ground", parents=[debug], help="point at coloured shapes: does a change of arithmetic move the answer?"
+    )
+    ground.add_argument("--model", help="checkpoint folder or hub id (default: the embedded checkpoint)")
+    ground.add_argument("--n", type=int, default=50, help="pictures to ask about (default: 50)")
+    ground.add_argument(
+        "--size", default="392x392", metavar="WxH", help="of all pictures but the first, px (default: 392x392)"
+    )
+    ground.add_argument("--seed", type=int, default=0, help="of the pictures (default: 0)")
+    ground.add_argument("--question", choices=("point", "box"), default="point", help="what to ask for")
+    ground.add_argument(
+        "--engines", metavar="NAMES", help="hf, sglang or both, comma-separated (default: both, if nothing is named)"
+    )
+    ground.add_argument(
+        "--hybrid", metavar="NAMES", help="the own forward, computed as hf, sglang or float64, comma-separated"
+    )
+    ground.add_argument(
+        "--hypotheses",
+        action="store_true",
+        help="the own forward with every deepstack order and with every planted fault",
+    )
+    ground.add_argument("--base-url", metavar="URL", help="OpenAI-compatible server, e.g. http://127.0.0.1:30000/v1")
+    ground.add_argument(
+        "--served-model", metavar="NAME", help="its model's name; answers are read as those of --model's family"
+    )
+    ground.add_argument(
+        "--engine-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="passed to sglang.Engine, e.g. tp_size=2",
+    )
+    ground.add_argument("--json", action="store_true", help="one JSON object on standard output and nothing else")
+    ground.set_defaults(run=_ground)
 
     notebooks = commands.add_parser("notebooks", parents=[debug, model], help="execute the notebooks and write HTML")
     notebooks.add_argument("--out", default="reports", help="folder for the HTML files (default: reports)")

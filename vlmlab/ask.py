@@ -1,0 +1,265 @@
+"""Grounding cases asked of an engine, of the hybrid forward or of a server: one answer a case, in order.
+
+ask_hf          Transformers, in process
+ask_sglang      the real SGLang engine
+ask_hybrid      the hybrid forward under any plan, in any dtype
+ask_server      any server with OpenAI's chat completions
+
+All ask one case at a time, since other cases in the batch may change its bits (the cause `batch_shape`), and greedily:
+the likeliest token, without temperature or penalty, up to the tokenizer's end or padding token or LONGEST tokens.
+Answers keep their special tokens except the end. A server does as its operator says: see ask_server.
+"""
+
+import base64
+import http.client
+import io
+import itertools
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vlmlab.causes import Plan
+from vlmlab.checkpoint import Checkpoint
+from vlmlab.engine_hf import open_hf
+from vlmlab.engine_sglang import open_sglang
+from vlmlab.errors import VlmlabError
+from vlmlab.grounding import Case
+from vlmlab.hybrid import Cache, Hybrid
+from vlmlab.inputs import IMAGE_PLACE, Inputs, prepare_inputs
+from vlmlab.replay import Asked
+
+LONGEST = 96  # tokens; a fenced JSON box with a label takes about half
+SHORT = 16  # tokens; SGLang's first try, since the engine generates as many as it is asked for
+TIMEOUT_S = 120.0
+GIVE_UP = 3  # requests in a row
+LARGEST_REPLY = 1_000_000  # bytes
+
+
+# ---------------------------------------------------------------------------------------------------- here
+
+
+@torch.no_grad()
+def ask_hf(checkpoint: Checkpoint, cases: Sequence[Case]) -> list[str]:
+    """Answers of Transformers.
+
+    Args: checkpoint: to load. cases: to ask. Returns: one answer a case.
+    Raises: VlmlabError: the checkpoint does not load, or a picture is none for its processor.
+    """
+    from transformers import DynamicCache
+
+    text, answers = _Text(checkpoint), []
+    with open_hf(checkpoint) as engine:
+        for case in cases:
+            inputs = _inputs(checkpoint, case)
+            cache = DynamicCache(config=engine.model.config.get_text_config())
+
+            def step(ids: Tensor, positions: Tensor, cache: Any = cache) -> Tensor:
+                ids, positions = ids[None].to(engine.device), positions[:, None].to(engine.device)
+                return engine.model(ids, position_ids=positions, past_key_values=cache, use_cache=True).logits[0]
+
+            answers.append(text.greedy(engine.forward(inputs, cache), engine.positions(inputs), step))
+    return answers
+
+
+def ask_sglang(checkpoint: Checkpoint, cases: Sequence[Case], extra: Mapping[str, Any] | None = None) -> list[str]:
+    """Answers of the real SGLang engine, which tokenizes the text and processes the picture itself.
+
+    Args: checkpoint: to load. cases: to ask. extra: further `sglang.Engine` arguments. Returns: one answer a case.
+    Raises: VlmlabError: SGLang is missing, does not start, or refuses a case.
+    """
+    text, answers = _Text(checkpoint), []
+    with open_sglang(checkpoint, extra) as engine:
+        for case in cases:
+            inputs = _inputs(checkpoint, case)
+            tokens = engine.generate(inputs, SHORT)
+            if text.ends.isdisjoint(tokens):
+                tokens = engine.generate(inputs, LONGEST)
+            answers.append(text.until_end(tokens))
+    return answers
+
+
+@torch.no_grad()
+def ask_hybrid(
+    checkpoint: Checkpoint,
+    cases: Sequence[Case],
+    plan: Plan,
+    dtype: torch.dtype | None = None,
+    change: Callable[[Asked], Asked] | None = None,
+) -> list[str]:
+    """Answers of the hybrid forward.
+
+    Args: checkpoint: to load. cases: to ask. plan: how to compute. dtype: to compute in; None for the checkpoint's own.
+    change: of what the language model is given, see hypotheses.
+    Returns: one answer a case. Raises: VlmlabError: a picture is none for the checkpoint's processor.
+    """
+    text, answers, hybrid = _Text(checkpoint), [], Hybrid(checkpoint, dtype)
+    for case in cases:
+        inputs, cache = _inputs(checkpoint, case), Cache()
+        assert inputs.pixel_values is not None and inputs.image_grid_thw is not None
+        positions = hybrid.positions(inputs.input_ids, inputs.image_grid_thw)
+        seen = hybrid.vision(inputs.pixel_values, inputs.image_grid_thw, plan)
+        asked = Asked(inputs.input_ids, positions, None, None, seen)
+        if change is not None:
+            asked = change(asked)
+
+        def step(ids: Tensor, positions: Tensor, cache: Cache = cache) -> Tensor:
+            return hybrid.language(ids, positions, plan, None, cache)
+
+        first = hybrid.language(asked.input_ids, asked.positions, plan, asked.seen, cache)
+        answers.append(text.greedy(first, asked.positions, step))
+    return answers
+
+
+class _Text:
+    """Token ids to text. Attributes: ends: ids that end an answer."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
+        except Exception as error:  # the library raises many unrelated types for broken files
+            raise VlmlabError(
+                f"expected a tokenizer in checkpoint {checkpoint.name!r}, got {type(error).__name__}: {error}"
+            ) from error
+        self.ends = {self._tokenizer.eos_token_id, self._tokenizer.pad_token_id}
+
+    def until_end(self, tokens: Sequence[int]) -> str:
+        """The answer that generated tokens hold."""
+        kept = itertools.takewhile(lambda token: token not in self.ends, tokens)
+        return str(self._tokenizer.decode(list(kept)))
+
+    def greedy(self, logits: Tensor, positions: Tensor, step: Callable[[Tensor, Tensor], Tensor]) -> str:
+        """The likeliest token again and again.
+
+        Args: logits: [1, V] after the prompt. positions: [3, T] of the prompt. step: [1] ids at [3, 1] positions to
+        [1, V] logits. Returns: answer.
+        """
+        tokens: list[int] = []
+        start = int(positions.max()) + 1
+        while (token := int(logits.argmax())) not in self.ends:
+            tokens.append(token)
+            if len(tokens) == LONGEST:
+                break
+            logits = step(torch.tensor([token]), torch.full((3, 1), start + len(tokens) - 1))
+        return self.until_end(tokens)
+
+
+def _inputs(checkpoint: Checkpoint, case: Case) -> Inputs:
+    return prepare_inputs(checkpoint, case.image, IMAGE_PLACE + case.question)
+
+
+# ---------------------------------------------------------------------------------------------------- a server
+
+
+def ask_server(url: str, model: str, cases: Sequence[Case], timeout: float = TIMEOUT_S) -> list[str | VlmlabError]:
+    """Answers of a server, over HTTP, with the picture as PNG inside the request.
+
+    The request says temperature 0 and at most LONGEST tokens and nothing else. What a server adds is its own: SGLang
+    takes the rest, such as a repetition penalty, from the checkpoint's generation_config.json (see
+    sampling.sampling_differences), and it batches with whatever else it is asked. Redirects are not followed.
+
+    Args: url: base URL, with the version: "http://127.0.0.1:30000/v1". model: name it is served under. cases: to ask.
+    timeout: s, for each request. Returns: per case its answer, or the error in its place; after GIVE_UP errors in a row
+    nothing more is asked. Raises: VlmlabError: the URL is none, the timeout no time, or no case was answered.
+    Source: OpenAI API reference, POST /v1/chat/completions (message content of text and image_url). sglang@0.5.23:
+    srt/arg_groups/fields/serving.py, sampling_defaults ("model" unless told otherwise).
+    """
+    _check_url(url)
+    if not 0 < timeout < float("inf"):
+        raise VlmlabError(f"expected a finite timeout of more than 0 s, got {timeout}")
+    answers: list[str | VlmlabError] = []
+    for case in cases:
+        if len(answers) >= GIVE_UP and all(isinstance(answer, VlmlabError) for answer in answers[-GIVE_UP:]):
+            answers.append(VlmlabError(f"not asked, since {GIVE_UP} requests in a row had failed"))
+            continue
+        content = [
+            {"type": "image_url", "image_url": {"url": _data_uri(case.image)}},
+            {"type": "text", "text": case.question},
+        ]
+        messages = [{"role": "user", "content": content}]
+        body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": LONGEST}
+        try:
+            answers.append(_text_of(_post(f"{url.rstrip('/')}/chat/completions", body, timeout)))
+        except VlmlabError as error:
+            answers.append(error)
+    if answers and isinstance(answers[0], VlmlabError) and not any(isinstance(answer, str) for answer in answers):
+        raise answers[0]
+    return answers
+
+
+def _check_url(url: str) -> None:
+    """urllib would open files, too."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise VlmlabError(f"expected a base URL such as http://127.0.0.1:30000/v1, got {url!r}")
+
+
+def _data_uri(image: Image.Image) -> str:
+    stream = io.BytesIO()
+    image.save(stream, format="PNG", compress_level=1)
+    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        """Nowhere: the reply counts as an HTTP error."""
+
+
+def _post(url: str, body: Mapping[str, Any], timeout: float) -> bytes:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    late = VlmlabError(f"expected the server's reply within {timeout:g} s, got none")
+    end = time.monotonic() + timeout
+    try:
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout) as reply:
+            content = b""
+            while chunk := reply.read1(LARGEST_REPLY):
+                content += chunk
+                if len(content) > LARGEST_REPLY:
+                    raise VlmlabError(f"expected a reply of at most {LARGEST_REPLY} bytes, got more")
+                if time.monotonic() > end:
+                    raise late
+            return content
+    except urllib.error.HTTPError as error:
+        with error:
+            raise VlmlabError(f"expected an answer from the server, got HTTP {error.code}{_said(error)}") from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, TimeoutError):
+            raise late from error
+        raise VlmlabError(f"expected a server that answers, got {type(reason).__name__}: {reason}") from error
+
+
+def _said(error: urllib.error.HTTPError) -> str:
+    """The beginning of an error's text, escaped: it is anything."""
+    try:
+        text = error.read1(300).decode(errors="replace")
+    except (OSError, http.client.HTTPException, AttributeError):
+        return ""
+    return f": {text!a}" if text else ""
+
+
+def _text_of(reply: bytes) -> str:
+    try:
+        parsed = json.loads(reply)
+    except (ValueError, RecursionError) as error:
+        raise VlmlabError(f"expected JSON from the server, got {reply[:60]!a}") from error
+    try:
+        answer = parsed["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        answer = None
+    if not isinstance(answer, str):
+        raise VlmlabError(f"expected text at choices[0].message.content, got {reply[:200]!a}")
+    return answer
