@@ -9,16 +9,11 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-
-from vlmlab.attribution import cause_steps
-from vlmlab.causes import hf_plan, sglang_plan
+from vlmlab.attribution import explain_steps
 from vlmlab.checkpoint import load_checkpoint
 from vlmlab.engine_hf import open_hf, vision_output
 from vlmlab.engine_sglang import open_sglang
-from vlmlab.hybrid import Hybrid
 from vlmlab.inputs import reference_inputs
-from vlmlab.replay import asked_of, run_answer
 
 STEPS = 128
 
@@ -40,13 +35,10 @@ def main():
         print(
             f"{STEPS} steps: Transformers {middle - start:.1f} s, SGLang {end - middle:.1f} s, both {end - start:.1f} s"
         )
-        hybrid, exact = Hybrid(checkpoint), Hybrid(checkpoint, torch.float64)
-        asked = asked_of(hybrid, prefill, prefill)
+        target = sglang.capture(inputs, folder / "target", vision_output(prefill))
         start = time.perf_counter()
-        run_answer(exact, asked, tokens[:STEPS], hf_plan())
-        middle = time.perf_counter()
-        cause_steps(hybrid, asked, tokens[:STEPS], hf_plan(), sglang_plan())
-        print(f"float64 {middle - start:.1f} s, every cause alone {time.perf_counter() - middle:.1f} s")
+        explain_steps(checkpoint, prefill, target, tokens[:STEPS])
+        print(f"float64, both arithmetics and every cause alone {time.perf_counter() - start:.1f} s")
 
 
 if __name__ == "__main__":

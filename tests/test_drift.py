@@ -16,6 +16,7 @@ from vlmlab.attribution import near_tie
 from vlmlab.drift import (
     first_divergence,
     grows,
+    in_words,
     margins,
     spread,
     state_drift,
@@ -341,3 +342,13 @@ def test_equal_in_value_is_not_bitwise_equal():
 def test_spread_that_compares_nothing_raises(rows, message):
     with pytest.raises(VlmlabError, match=message):
         spread(rows, "a")
+
+
+def test_the_words_follow_the_numbers():
+    rising, flat = grows([float(k) for k in range(10)]), grows([1.0] * 10)
+    table = step_table(logits([0, 9, 1], [9, 0, 1]), logits([0, 9, 1], [0, 0, 9]), None, [1, 0])
+    parted = first_divergence([1, 0], [1, 2], table)
+    said = in_words(parted, rising, 3)
+    assert "part at step 1 (not a near-tie)" in said and "the drift grows over 10" in said and "3 tensors are left" in said
+    said = in_words(None, flat, 0)
+    assert "texts are equal" in said and "does not grow" in said and "reproduce every tensor" in said

@@ -171,7 +171,7 @@ def test_a_request_cut_short_leaves_nothing_to_the_next(sglang_engine, small_inp
 
 def test_a_write_that_fails_in_the_scheduler_comes_back_and_the_engine_lives_on(sglang_engine, inputs, tmp_path):
     with pytest.raises(VlmlabError, match="No such file or directory"):
-        sglang_engine._record([None, tmp_path / "no" / "folder"], ["language"], inputs)
+        sglang_engine._record([None, tmp_path / "no" / "folder"], ["language"], inputs, max_new_tokens=2)
     assert sglang_engine.alive
     assert len(sglang_engine.generate(inputs)) == 1
 

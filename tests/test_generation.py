@@ -7,15 +7,13 @@ import pytest
 import torch
 
 from vlmlab import generation
-from vlmlab.attribution import cause_steps
-from vlmlab.causes import hf_plan, sglang_plan
+from vlmlab.attribution import explain_steps
 from vlmlab.drift import spread, step_table
 from vlmlab.engine_hf import vision_output
 from vlmlab.engine_sglang import open_sglang
 from vlmlab.errors import VlmlabError
 from vlmlab.generation import Answer, capture_answers, check_room, end_of_text, stacked, unexplained
 from vlmlab.metrics import bitwise_equal
-from vlmlab.replay import asked_of
 from vlmlab.trace import write_json
 
 STEPS = 12
@@ -106,14 +104,13 @@ def test_the_store_is_read_and_a_run_cut_short_is_not(answers, asking, checkpoin
         noted.write_text(kept)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl"])
-def test_every_step_of_both_engines_is_reproduced_by_the_causes(answers, asking, hybrids, family):
-    hybrid = hybrids(family)
-    tokens = answers.hf.tokens[:-1]
-    before, after, alone = cause_steps(hybrid, asked_of(hybrid, asking[1], asking[1]), tokens, hf_plan(), sglang_plan())
-    assert unexplained(answers.hf.steps, before) == unexplained(answers.forced.steps, after) == 0
-    assert unexplained(answers.hf.steps, after) > 0
-    assert set(alone) == {"rms_norm", "residual_sum"} and all(len(change) == STEPS for change in alone.values())
+def test_every_step_of_both_engines_is_reproduced_by_the_causes(answers, asking, checkpoint):
+    again = explain_steps(checkpoint, *asking[1:], answers.hf.tokens[:-1])
+    assert unexplained(answers.hf.steps, again.baseline) == unexplained(answers.forced.steps, again.target) == 0
+    assert unexplained(answers.hf.steps, again.target) > 0
+    assert set(again.alone) == {"rms_norm", "residual_sum"}
+    assert all(len(change) == STEPS for change in again.alone.values())
+    assert again.truth[again.end].dtype == torch.float64 and len(again.truth["logits"]) == STEPS + 1
     table = step_table(answers.hf.logits, answers.forced.logits, None, answers.hf.tokens)
     assert len(table) == STEPS + 1 and table[0].kl is not None
 

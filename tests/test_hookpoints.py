@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -58,5 +60,7 @@ def test_read_takes_the_right_tensor():
     assert torch.equal(read("output", (a,), (b, None)), b[0])
     assert torch.equal(read("input", (a,), b), a[0])
     assert read("logits", (a,), b).shape == (1, 8)
+    requests = SimpleNamespace(next_token_logits=torch.zeros(3, 8))  # a row a request
+    assert read("logits", (a,), requests).shape == (3, 8)
     with pytest.raises(ValueError, match="expected a slot"):
         read("nonsense", (a,), b)

@@ -3,6 +3,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from vlmlab.inputs import REFERENCE_QUESTION
 from vlmlab.notebooks import parameter_names, run_notebook, write_html
 from vlmlab.page import addresses
 
@@ -52,9 +53,10 @@ def test_the_check_can_fail():
 @pytest.mark.engine
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_notebooks_run_and_export(file, traces, tmp_path):
-    report = tmp_path / "report.html"
-    has_report = "report" in parameter_names(file)
-    executed = run_notebook(file, {"report": str(report)} if has_report else {})
+    report, names = tmp_path / "report.html", parameter_names(file)
+    has_report = "report" in names
+    given = {"report": str(report), "question": REFERENCE_QUESTION, "steps": 24}  # the question of the stored captures
+    executed = run_notebook(file, {name: value for name, value in given.items() if name in names})
     assert not [o for cell in _code(executed) for o in cell.outputs if o.output_type == "error"]
     page = write_html(executed, tmp_path / "page.html", {str(report): report.name}).read_text()
     assert "Answer." in page and addresses(page) == []

@@ -2,7 +2,7 @@
 
 explain             everything about one pair of traces: verdicts, closure, causes, distances to the truth
 attribute           every cause of a part: live or dead, alone, and its share
-cause_steps         what every cause alone does while an answer grows
+explain_steps       an answer's decode steps in float64, in both engines' arithmetic, and under every cause alone
 control             proof that a switch without effect acts all the same
 closer_to_truth     per layer, which engine is nearer to float64
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vlmlab import arithmetic
 from vlmlab.causes import Cause, Plan, causes_of, hf_plan, sglang_plan
+from vlmlab.checkpoint import Checkpoint
 from vlmlab.compare import check_comparable
 from vlmlab.errors import VlmlabError
 from vlmlab.hybrid import Hybrid
@@ -195,23 +196,37 @@ def attribute(
     return Attribution(part, end, total, explained, interaction, 2 ** len(live), left, apart, tuple(effects))
 
 
-def cause_steps(
-    hybrid: Hybrid, asked: Asked, tokens: Sequence[int], start: Plan, goal: Plan
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """What every live cause of the language model alone does to the last layer, step by step of an answer.
+@dataclass(frozen=True)
+class ExplainedSteps:
+    """An answer's decode steps run again.
 
-    Args: hybrid: in the engines' dtype. asked: the prefill. tokens: [S] input of every step. start: Transformers' plan.
-    goal: SGLang's.
-    Returns: states of start and of goal as of replay.run_answer, and cause to [S] relative L2 change by it alone.
+    Attributes: end: last hook point of the stream. truth, baseline, target: states as of replay.run_answer, in float64
+    and in each engine's arithmetic. alone: live cause to [S] relative L2 change of `end` by SGLang's way of it alone.
     """
-    end = part_end(hybrid, "language")
-    before, after = (run_answer(hybrid, asked, tokens, plan) for plan in (start, goal))
+
+    end: str
+    truth: dict[str, Tensor]
+    baseline: dict[str, Tensor]
+    target: dict[str, Tensor]
+    alone: dict[str, Tensor]
+
+
+def explain_steps(checkpoint: Checkpoint, baseline: Trace, target: Trace, tokens: Sequence[int]) -> ExplainedSteps:
+    """The truth, both engines' arithmetic, and every cause of the language model alone, step by step of an answer.
+
+    Args: baseline, target: Transformers' and SGLang's traces of the prefill. tokens: [S] input of every step.
+    """
+    hybrid, exact = Hybrid(checkpoint), Hybrid(checkpoint, torch.float64)
+    asked, end = asked_of(hybrid, baseline, baseline), part_end(hybrid, "language")
+    start, goal = hf_plan(baseline.info.attention), sglang_plan(available(hybrid.device, target.info.flags))
+    before = run_answer(hybrid, asked, tokens, start)
     alone = {}
     for cause in causes_of(hybrid.family, "language"):
         states = run_answer(hybrid, asked, tokens, start.switched(cause.name, goal.how(cause.name)))
         if any(differing(states[name], before[name]) for name in before):
             alone[cause.name] = rel_l2_error(before[end], states[end])
-    return before, after, alone
+    after, truth = run_answer(hybrid, asked, tokens, goal), run_answer(exact, asked, tokens, start)
+    return ExplainedSteps(end, truth, before, after, alone)
 
 
 def _larger_subsets(causes: Sequence[Cause]) -> Iterator[tuple[Cause, ...]]:

@@ -7,6 +7,7 @@ first_divergence        where two free-running texts part, and whether that is a
 state_drift             hidden states per step, against each other and against the truth
 grows                   whether a figure grows with the steps
 spread                  several ways to compute the same states, against one of them
+in_words                where the texts part, whether drift grows, and whether it is rounding
 
 Shapes: S steps, V vocabulary, D channels. Logarithms are natural: KL and log-probabilities are in nats. The baseline is
 Transformers, the target SGLang.
@@ -413,3 +414,18 @@ def _way(name: str, reference: Tensor, states: Tensor) -> Way:
         bitwise_equal=float(drift.bitwise_equal.double().mean()),
         undefined=int((~defined).sum()),
     )
+
+
+# ---------------------------------------------------------------------------------------------------- in words
+
+
+def in_words(parted: Divergence | None, growth: Growth, unexplained: int) -> str:
+    """What happens while it generates, in two sentences.
+
+    Args: parted: of the free-running texts. growth: of the drift on the same tokens. unexplained: tensors of both
+    engines' steps that the known causes do not give bit for bit.
+    """
+    texts = f"The texts part at step {parted.step} ({parted.label or parted.status})" if parted else "Both texts are equal"
+    trend = f"the drift {'grows' if growth.grows else 'does not grow'} over {growth.steps} steps on the same tokens"
+    rounding = "rounding: the known causes reproduce every tensor"
+    return f"{texts}; {trend}. It is {f'not all rounding: {unexplained} tensors are left' if unexplained else rounding}."

@@ -133,7 +133,8 @@ def read(slot: str, inputs: tuple, output: Any) -> Tensor:
     """Take the tensor of a hook point out of one call of its module.
 
     Args: slot: "input" (first positional input), "output" (output, or the first of several), "stream" (the residual
-    stream a norm reads: its second output where the norm also adds, else its input), "logits" (last position only).
+    stream a norm reads: its second output where the norm also adds, else its input), "logits" (of the last position; in
+    SGLang of each request's).
     inputs: the module's positional inputs. output: its output.
     Returns: [T, D] view of the live tensor; copy it before the engine goes on.
     """
@@ -142,10 +143,10 @@ def read(slot: str, inputs: tuple, output: Any) -> Tensor:
     elif slot == "stream":
         tensor = output[1] if isinstance(output, tuple) and len(output) > 1 else inputs[0]
     elif slot == "logits":
-        tensor = getattr(output, "next_token_logits", output)
+        tensor = getattr(output, "next_token_logits", None)
+        tensor = output[..., -1:, :] if tensor is None else tensor
     elif slot == "output":
         tensor = output[0] if isinstance(output, tuple) else output
     else:
         raise ValueError(f"expected a slot input, output, stream or logits, got {slot!r}")
-    tensor = tensor.reshape(-1, tensor.shape[-1])
-    return tensor[-1:] if slot == "logits" else tensor
+    return tensor.reshape(-1, tensor.shape[-1])
