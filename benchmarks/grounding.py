@@ -12,10 +12,10 @@ import time
 
 import torch
 
-from vlmlab.ask import ask_hybrid
+from vlmlab.ask import Way, ask_hybrid
 from vlmlab.causes import hf_plan, sglang_plan
 from vlmlab.checkpoint import load_checkpoint
-from vlmlab.grounding import cases, judge, summarise
+from vlmlab.grounding import cases, summarise
 from vlmlab.machine import device_info, versions
 
 
@@ -24,12 +24,12 @@ def measure(n: int, size: tuple[int, int]) -> dict[str, object]:
     checkpoint = load_checkpoint()
     posed = cases(n, size)
     figures: dict[str, object] = {"cases": n, "size": f"{size[0]}x{size[1]}"}
-    ways = {"hf": (hf_plan(), None), "sglang": (sglang_plan(), None), "float64": (hf_plan(), torch.float64)}
-    for name, (plan, dtype) in ways.items():
+    ways = {"hf": Way(hf_plan()), "sglang": Way(sglang_plan()), "float64": Way(hf_plan(), torch.float64)}
+    for name, way in ways.items():
         start = time.perf_counter()
-        answers = ask_hybrid(checkpoint, posed, plan, dtype)
+        outcomes = ask_hybrid(checkpoint, posed, {name: way})[name]
         seconds = time.perf_counter() - start
-        condition = summarise([judge(c, a, checkpoint.family) for c, a in zip(posed, answers, strict=True)], name, "")
+        condition = summarise(outcomes, name, "")
         figures[f"hybrid {name}, s"] = seconds
         figures[f"hybrid {name}, hit rate"] = condition.hit_rate
         figures[f"hybrid {name}, median drift, px"] = condition.drift_px.median

@@ -19,17 +19,23 @@ import torch
 from PIL import Image
 
 from vlmlab import ask, engine_sglang
-from vlmlab.ask import ask_hf, ask_hybrid, ask_server, ask_sglang
+from vlmlab.ask import Forward, Way, ask_hf, ask_hybrid, ask_server, ask_sglang
 from vlmlab.causes import hf_plan, sglang_plan
 from vlmlab.cli import main
 from vlmlab.engine_sglang import engine_arguments
 from vlmlab.errors import VlmlabError
 from vlmlab.grounding import BOX_QUESTION, case_of, cases, judge, read_point
+from vlmlab.hypotheses import HYPOTHESES, Hypothesis
 from vlmlab.inputs import prepare_inputs, token_texts
 from vlmlab.machine import has_sglang
 
 SIZE = (112, 140)
 COLORS = ("red", "blue", "green")
+
+
+def by_hybrid(checkpoint, posed, *way):
+    """Answers of the hybrid forward."""
+    return [outcome.answer for outcome in ask_hybrid(checkpoint, posed, {"": Way(*way)})[""]]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +98,7 @@ def free_port():
 
 
 def test_the_hybrid_answers_as_transformers_and_rightly(checkpoint, posed, by_hf):
-    assert ask_hybrid(checkpoint, posed, hf_plan()) == by_hf
+    assert by_hybrid(checkpoint, posed, hf_plan()) == by_hf
     assert all(judge(case, answer, checkpoint.family, margin=5).hit for case, answer in zip(posed, by_hf, strict=True))
     assert len(set(by_hf)) == 3
 
@@ -117,7 +123,7 @@ def test_transformers_own_generate_answers_alike(checkpoint, posed, by_hf, hf_en
 def test_the_hybrid_answers_as_transformers_in_every_family(family, checkpoints, posed):
     boxes = [case_of((128, 160), (30, 40, 90, 100), "red", "circle", question=BOX_QUESTION)]
     answers = ask_hf(checkpoints[family], boxes)
-    assert ask_hybrid(checkpoints[family], boxes, hf_plan()) == answers
+    assert by_hybrid(checkpoints[family], boxes, hf_plan()) == answers
     assert [judge(case, a, family).status for case, a in zip(boxes, answers, strict=True)] == ["ok"]
 
 
@@ -130,15 +136,52 @@ def test_plan_and_dtype_reach_the_forward(checkpoint, posed, monkeypatch):
             return super().language(ids, positions, plan, *others)
 
     monkeypatch.setattr(ask, "Hybrid", Watched)
-    (answer,) = ask_hybrid(checkpoint, posed[:1], sglang_plan(), torch.float64)
+    (answer,) = by_hybrid(checkpoint, posed[:1], sglang_plan(), torch.float64)
     assert judge(posed[0], answer, checkpoint.family).hit
     assert set(map(str, used)) == {str((sglang_plan(), torch.float64))}
     assert len(used) > 5
 
 
+def test_ways_share_a_vision_part_and_hypotheses_reach_picture_model_and_frame(checkpoint, posed, monkeypatch):
+    seen = []
+
+    class Watched(ask.Hybrid):
+        def vision(self, pixels, *others):
+            seen.append(len(pixels))
+            return super().vision(pixels, *others)
+
+    monkeypatch.setattr(ask, "Hybrid", Watched)
+    halved = Hypothesis(picture=lambda image: image.resize((56, 84)))
+    ways = {
+        "hf": Way(hf_plan()),
+        "norm": Way(hf_plan().switched("rms_norm", "sglang")),
+        "flat": Way(hf_plan(), hypothesis=HYPOTHESES["1-D positions"]),
+        "halved": Way(hf_plan(), hypothesis=halved),
+        "frame": Way(hf_plan(), hypothesis=Hypothesis(family="qwen2_5_vl")),
+    }
+    found = ask_hybrid(checkpoint, posed[:2], ways)
+    assert len(seen) == 4 and seen[0] > seen[1] and seen[:2] == seen[2:]
+    assert [o.hit for o in found["hf"]] == [o.hit for o in found["norm"]] == [True, True]
+    assert all(a.answer != b.answer for a, b in zip(found["hf"], found["flat"], strict=True))
+    assert [o.answer for o in found["hf"]] == [o.answer for o in found["frame"]]
+    assert [o.status for o in found["frame"]] == ["out_of_range"] * 2
+
+
+def test_forced_tokens_give_their_logits_and_the_greedy_ones_the_same(checkpoint, posed):
+    forward = Forward(checkpoint)
+    free = forward.ask(posed[0], Way(hf_plan()))
+    again = forward.ask(posed[0], Way(hf_plan()), free.tokens)
+    assert again.tokens == free.tokens and torch.equal(again.logits, free.logits)
+    assert free.logits.argmax(-1).tolist() == list(free.tokens) and free.tokens[-1] in forward.text.ends
+    assert free.resized == SIZE
+    other = forward.ask(posed[0], Way(hf_plan()), (5, 6, 7))
+    assert other.tokens == (5, 6, 7) and torch.equal(other.logits[0], free.logits[0])
+    assert not torch.equal(other.logits[1], free.logits[1])
+
+
 def test_an_answer_without_an_end_stops(checkpoint, posed, monkeypatch):
     monkeypatch.setattr(ask, "LONGEST", 3)
-    for answers in (ask_hf(checkpoint, posed[:1]), ask_hybrid(checkpoint, posed[:1], hf_plan())):
+    for answers in (ask_hf(checkpoint, posed[:1]), by_hybrid(checkpoint, posed[:1], hf_plan())):
         assert len(answers[0]) == 3 and judge(posed[0], answers[0], checkpoint.family).status == "unparsable"
 
 

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from PIL import Image
 
+from vlmlab import hypotheses
 from vlmlab.arithmetic import deepstack_sum, residual_sum
 from vlmlab.floats import FORMATS, round_to
 from vlmlab.hybrid import Seen
-from vlmlab.hypotheses import HYPOTHESES, ORDERS, of_family
+from vlmlab.hypotheses import HYPOTHESES, ORDERS, of_family, orders_of
 from vlmlab.replay import Asked
 from vlmlab.summation import add
 
@@ -30,7 +32,7 @@ def test_deepstack_changes_are_exact_and_leave_the_rest():
         "deepstack one row off": tuple(torch.cat((x[-1:], x[:-1])) for x in d),
     }
     for name, deepstack in wanted.items():
-        after = HYPOTHESES[name](before)
+        after = HYPOTHESES[name].asked(before)
         assert all(torch.equal(a, b) for a, b in zip(after.seen.deepstack, deepstack, strict=True)), name
         assert torch.equal(after.seen.features, before.seen.features)
         assert torch.equal(after.positions, before.positions) and after.input_ids is before.input_ids
@@ -38,23 +40,40 @@ def test_deepstack_changes_are_exact_and_leave_the_rest():
 
 def test_position_changes_keep_the_picture():
     before = asked()
-    assert HYPOTHESES["1-D positions"](before).positions.tolist() == [list(range(9))] * 3
-    assert HYPOTHESES["M-RoPE rows lost"](before).positions.tolist() == [list(range(9))] * 3
-    assert HYPOTHESES["1-D positions"](before).seen is before.seen
+    assert HYPOTHESES["1-D positions"].asked(before).positions.tolist() == [list(range(9))] * 3
+    assert HYPOTHESES["M-RoPE rows lost"].asked(before).positions.tolist() == [list(range(9))] * 3
+    assert HYPOTHESES["1-D positions"].asked(before).seen is before.seen
 
 
-def test_every_hypothesis_switches():
+def test_every_hypothesis_switches(monkeypatch):
+    monkeypatch.setattr(hypotheses, "CHUNK", 3)  # the picture has four rows
     before = asked()
     for name, change in HYPOTHESES.items():
-        after = change(before)
+        if change.asked is None:
+            assert change.picture or change.family, name
+            continue
+        after = change.asked(before)
         pairs = zip(after.seen.deepstack, before.seen.deepstack, strict=False)
         same = len(after.seen.deepstack) == 3 and all(torch.equal(a, b) for a, b in pairs)
         assert not (same and torch.equal(after.positions, before.positions)), name
 
 
 def test_families_without_deepstack_have_no_such_hypothesis():
-    assert set(of_family("qwen2_vl")) == {"1-D positions", "M-RoPE rows lost"}
-    assert of_family("qwen3_vl_moe") == HYPOTHESES
+    assert not any("deepstack" in name for name in of_family("qwen2_vl")) and orders_of("qwen2_vl") == {}
+    assert of_family("qwen3_vl_moe") == HYPOTHESES and orders_of("qwen3_vl_moe") == ORDERS
+
+
+def test_every_chunk_begins_with_the_first_features_again(monkeypatch):
+    monkeypatch.setattr(hypotheses, "CHUNK", 3)
+    (name,) = (name for name in HYPOTHESES if "chunks" in name)
+    before = asked()
+    after = HYPOTHESES[name].asked(before).seen.deepstack
+    assert torch.equal(after[1], before.seen.deepstack[1][[0, 1, 2, 0]])
+
+
+def test_a_picture_resized_twice_has_lost_detail_before_the_processor():
+    picture = Image.frombytes("RGB", (40, 80), torch.arange(9600).to(torch.uint8).numpy().tobytes())
+    assert HYPOTHESES["picture resized twice"].picture(picture).size == (30, 60)
 
 
 TREES = {"(h + r) + d": ((0, 1), 2), "(h + d) + r": ((0, 2), 1), "h + (r + d)": (0, (1, 2))}

@@ -2,7 +2,8 @@
 
 ask_hf          Transformers, in process
 ask_sglang      the real SGLang engine
-ask_hybrid      the hybrid forward under any plan, in any dtype
+ask_hybrid      the hybrid forward in several ways: Way, its plan, dtype and hypothesis
+Forward         the same one case at a time, with its tokens and logits: Reply
 ask_server      any server with OpenAI's chat completions
 
 All ask one case at a time, since other cases in the batch may change its bits (the cause `batch_shape`), and greedily:
@@ -20,19 +21,21 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from vlmlab.causes import Plan
+from vlmlab.causes import Plan, causes_of
 from vlmlab.checkpoint import Checkpoint
 from vlmlab.engine_hf import open_hf
 from vlmlab.engine_sglang import open_sglang
 from vlmlab.errors import VlmlabError
-from vlmlab.grounding import Case
-from vlmlab.hybrid import Cache, Hybrid
+from vlmlab.grounding import Case, Outcome, Size, judge
+from vlmlab.hybrid import Cache, Hybrid, Seen
+from vlmlab.hypotheses import UNCHANGED, Hypothesis
 from vlmlab.inputs import IMAGE_PLACE, Inputs, prepare_inputs
 from vlmlab.replay import Asked
 
@@ -65,7 +68,8 @@ def ask_hf(checkpoint: Checkpoint, cases: Sequence[Case]) -> list[str]:
                 ids, positions = ids[None].to(engine.device), positions[:, None].to(engine.device)
                 return engine.model(ids, position_ids=positions, past_key_values=cache, use_cache=True).logits[0]
 
-            answers.append(text.greedy(engine.forward(inputs, cache), engine.positions(inputs), step))
+            tokens, _ = text.greedy(engine.forward(inputs, cache), engine.positions(inputs), step)
+            answers.append(text.until_end(tokens))
     return answers
 
 
@@ -86,36 +90,97 @@ def ask_sglang(checkpoint: Checkpoint, cases: Sequence[Case], extra: Mapping[str
     return answers
 
 
-@torch.no_grad()
-def ask_hybrid(
-    checkpoint: Checkpoint,
-    cases: Sequence[Case],
-    plan: Plan,
-    dtype: torch.dtype | None = None,
-    change: Callable[[Asked], Asked] | None = None,
-) -> list[str]:
-    """Answers of the hybrid forward.
+@dataclass(frozen=True)
+class Way:
+    """One way to compute. plan: of the hybrid forward. dtype: None for the checkpoint's own. hypothesis: what else."""
 
-    Args: checkpoint: to load. cases: to ask. plan: how to compute. dtype: to compute in; None for the checkpoint's own.
-    change: of what the language model is given, see hypotheses.
-    Returns: one answer a case. Raises: VlmlabError: a picture is none for the checkpoint's processor.
+    plan: Plan
+    dtype: torch.dtype | None = None
+    hypothesis: Hypothesis = UNCHANGED
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer of the hybrid forward.
+
+    Attributes: answer: text. tokens: as chosen, with the one that ended it. logits: [S, V] on the CPU; row k chose
+    token k. resized: (width, height) px of the picture as the model saw it.
     """
-    text, answers, hybrid = _Text(checkpoint), [], Hybrid(checkpoint, dtype)
-    for case in cases:
-        inputs, cache = _inputs(checkpoint, case), Cache()
-        assert inputs.pixel_values is not None and inputs.image_grid_thw is not None
+
+    answer: str
+    tokens: tuple[int, ...]
+    logits: Tensor = field(repr=False)
+    resized: Size
+
+
+class Forward:
+    """The hybrid forward, asked. It keeps weights per dtype, and vision outputs until another case comes.
+
+    Args: checkpoint: to load.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint, self.text = checkpoint, _Text(checkpoint)
+        self._hybrids: dict[torch.dtype | None, Hybrid] = {}
+        self._case: Case | None = None
+        self._seen: dict[tuple, tuple[Inputs, Seen]] = {}
+
+    @torch.no_grad()
+    def ask(self, case: Case, way: Way, forced: Sequence[int] = ()) -> Reply:
+        """One answer.
+
+        Args: case: to ask. way: how to compute. forced: tokens to follow instead of choosing.
+        Raises: VlmlabError: the picture is none for the checkpoint's processor.
+        """
+        if way.dtype not in self._hybrids:
+            self._hybrids[way.dtype] = Hybrid(self.checkpoint, way.dtype)
+        hybrid, cache = self._hybrids[way.dtype], Cache()
+        inputs, seen = self._see(hybrid, case, way)
         positions = hybrid.positions(inputs.input_ids, inputs.image_grid_thw)
-        seen = hybrid.vision(inputs.pixel_values, inputs.image_grid_thw, plan)
         asked = Asked(inputs.input_ids, positions, None, None, seen)
-        if change is not None:
-            asked = change(asked)
+        if way.hypothesis.asked is not None:
+            asked = way.hypothesis.asked(asked)
 
-        def step(ids: Tensor, positions: Tensor, cache: Cache = cache) -> Tensor:
-            return hybrid.language(ids, positions, plan, None, cache)
+        def step(ids: Tensor, positions: Tensor) -> Tensor:
+            return hybrid.language(ids, positions, way.plan, None, cache)
 
-        first = hybrid.language(asked.input_ids, asked.positions, plan, asked.seen, cache)
-        answers.append(text.greedy(first, asked.positions, step))
-    return answers
+        first = hybrid.language(asked.input_ids, asked.positions, way.plan, asked.seen, cache)
+        tokens, logits = self.text.greedy(first, asked.positions, step, forced)
+        assert inputs.image_grid_thw is not None
+        _, rows, columns = (inputs.image_grid_thw[0] * self.checkpoint.config["vision_config"]["patch_size"]).tolist()
+        return Reply(self.text.until_end(tokens), tuple(tokens), logits, (columns, rows))
+
+    def judge(self, case: Case, way: Way) -> Outcome:
+        """One judged answer."""
+        reply = self.ask(case, way)
+        return judge(case, reply.answer, way.hypothesis.family or self.checkpoint.family, reply.resized)
+
+    def _see(self, hybrid: Hybrid, case: Case, way: Way) -> tuple[Inputs, Seen]:
+        """The vision part, once for all ways that share it."""
+        if case is not self._case:
+            self._case, self._seen = case, {}
+        picture = way.hypothesis.picture
+        key = (way.dtype, way.plan.key(causes_of(hybrid.family, "vision")), picture)
+        if key not in self._seen:
+            image = case.image if picture is None else picture(case.image)
+            inputs = prepare_inputs(self.checkpoint, image, IMAGE_PLACE + case.question)
+            assert inputs.pixel_values is not None and inputs.image_grid_thw is not None
+            self._seen[key] = inputs, hybrid.vision(inputs.pixel_values, inputs.image_grid_thw, way.plan)
+        return self._seen[key]
+
+
+def ask_hybrid(checkpoint: Checkpoint, cases: Sequence[Case], ways: Mapping[str, Way]) -> dict[str, list[Outcome]]:
+    """Judged answers of the hybrid forward. Every case is asked in all ways before the next, see Forward.
+
+    Args: checkpoint: to load. cases: to ask. ways: by name.
+    Returns: one Outcome a case for each name. Raises: VlmlabError: see Forward.ask.
+    """
+    forward = Forward(checkpoint)
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in ways}
+    for case in cases:
+        for name, way in ways.items():
+            outcomes[name].append(forward.judge(case, way))
+    return outcomes
 
 
 class _Text:
@@ -137,20 +202,28 @@ class _Text:
         kept = itertools.takewhile(lambda token: token not in self.ends, tokens)
         return str(self._tokenizer.decode(list(kept)))
 
-    def greedy(self, logits: Tensor, positions: Tensor, step: Callable[[Tensor, Tensor], Tensor]) -> str:
+    def greedy(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        step: Callable[[Tensor, Tensor], Tensor],
+        forced: Sequence[int] = (),
+    ) -> tuple[list[int], Tensor]:
         """The likeliest token again and again.
 
         Args: logits: [1, V] after the prompt. positions: [3, T] of the prompt. step: [1] ids at [3, 1] positions to
-        [1, V] logits. Returns: answer.
+        [1, V] logits. forced: tokens to follow instead.
+        Returns: tokens with the one that ended it, and [tokens, V] logits on the CPU.
         """
         tokens: list[int] = []
-        start = int(positions.max()) + 1
-        while (token := int(logits.argmax())) not in self.ends:
-            tokens.append(token)
-            if len(tokens) == LONGEST:
-                break
-            logits = step(torch.tensor([token]), torch.full((3, 1), start + len(tokens) - 1))
-        return self.until_end(tokens)
+        rows = [logits.cpu()]
+        start, longest = int(positions.max()) + 1, len(forced) or LONGEST
+        while True:
+            tokens.append(forced[len(tokens)] if forced else int(logits.argmax()))
+            if len(tokens) == longest or (not forced and tokens[-1] in self.ends):
+                return tokens, torch.cat(rows)
+            logits = step(torch.tensor(tokens[-1:]), torch.full((3, 1), start + len(tokens) - 1))
+            rows.append(logits.cpu())
 
 
 def _inputs(checkpoint: Checkpoint, case: Case) -> Inputs:

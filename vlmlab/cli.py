@@ -251,11 +251,11 @@ def _ground(options: argparse.Namespace) -> int:
 
         import torch
 
-        from vlmlab.ask import ask_hf, ask_hybrid, ask_server, ask_sglang
+        from vlmlab.ask import Way, ask_hf, ask_hybrid, ask_server, ask_sglang
         from vlmlab.causes import hf_plan, sglang_plan
         from vlmlab.checkpoint import load_checkpoint
         from vlmlab.grounding import BOX_QUESTION, POINT_QUESTION, cases, judge, paired, summarise
-        from vlmlab.hypotheses import ORDERS, of_family
+        from vlmlab.hypotheses import of_family, orders_of
 
         checkpoint = load_checkpoint(options.model)
         say("drawing the pictures")
@@ -269,39 +269,38 @@ def _ground(options: argparse.Namespace) -> int:
         if "sglang" in engines:
             say("asking sglang")
             asked.append(("sglang", "sglang", ask_sglang(checkpoint, posed, engine_args)))
-        for name in forwards:
-            say(f"asking the hybrid forward, {name}")
-            plan, dtype = sglang_plan() if name == "sglang" else hf_plan(), torch.float64 if name == "float64" else None
-            asked.append((f"hybrid {name}", "hybrid", ask_hybrid(checkpoint, posed, plan, dtype)))
+        known = {"hf": Way(hf_plan()), "sglang": Way(sglang_plan()), "float64": Way(hf_plan(), torch.float64)}
+        ways = {f"hybrid {name}": known[name] for name in forwards}
         if options.hypotheses:
-            orders = {} if checkpoint.family == "qwen2_vl" else ORDERS
-            for name, way in orders.items():
-                say(f"asking the hybrid forward, order {name}")
-                plan = hf_plan().switched("deepstack_order", way)
-                asked.append((name, "hybrid", ask_hybrid(checkpoint, posed, plan)))
-            for name, change in of_family(checkpoint.family).items():
-                say(f"asking the hybrid forward, {name}")
-                asked.append((name, "hybrid", ask_hybrid(checkpoint, posed, hf_plan(), change=change)))
+            orders = orders_of(checkpoint.family).items()
+            ways |= {name: Way(hf_plan().switched("deepstack_order", way)) for name, way in orders}
+            ways |= {name: Way(hf_plan(), hypothesis=change) for name, change in of_family(checkpoint.family).items()}
+        if ways:
+            say(f"asking the hybrid forward in {len(ways)} ways")
+        computed = ask_hybrid(checkpoint, posed, ways)
         if options.base_url is not None:
             asked.append((options.served_model, "server", served))
-    judged, conditions = [], []
-    for name, engine, answers in asked:
-        outcomes = {i: judge(posed[i], a, checkpoint.family) for i, a in enumerate(answers) if isinstance(a, str)}
-        judged.append(outcomes)
-        conditions.append(summarise(list(outcomes.values()), name, engine))
+    judged = [
+        (name, engine, {i: judge(posed[i], a, checkpoint.family) for i, a in enumerate(answers) if isinstance(a, str)})
+        for name, engine, answers in asked
+    ]
+    judged[len(engines) : len(engines)] = [(name, "hybrid", dict(enumerate(found))) for name, found in computed.items()]
+    for name, _, answers in asked:
         failed = [a for a in answers if isinstance(a, VlmlabError)]
         if failed:
             left_out = f"{len(failed)} of {len(answers)} cases have no answer and are left out"
             print(f"vlmlab: {name}: {left_out}; the first: {failed[0]}", file=sys.stderr)
+    conditions = [summarise(list(outcomes.values()), name, engine) for name, engine, outcomes in judged]
     if options.json:
         print(json.dumps({"conditions": [dataclasses.asdict(c) for c in conditions]}, allow_nan=False))
         return 0
     for condition in conditions:
         _print_condition(condition)
-    for condition, outcomes in zip(conditions[1:], judged[1:], strict=True):
-        both = [i for i in judged[0] if i in outcomes]
-        pair = paired([judged[0][i] for i in both], [outcomes[i] for i in both])
-        _print_pair(f"{condition.name} against {conditions[0].name}", pair)
+    first, _, baseline = judged[0]
+    for name, _, outcomes in judged[1:]:
+        both = [i for i in baseline if i in outcomes]
+        pair = paired([baseline[i] for i in both], [outcomes[i] for i in both])
+        _print_pair(f"{name} against {first}", pair)
     return 0
 
 

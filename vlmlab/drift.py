@@ -425,7 +425,9 @@ def in_words(parted: Divergence | None, growth: Growth, unexplained: int) -> str
     Args: parted: of the free-running texts. growth: of the drift on the same tokens. unexplained: tensors of both
     engines' steps that the known causes do not give bit for bit.
     """
-    texts = f"The texts part at step {parted.step} ({parted.label or parted.status})" if parted else "Both texts are equal"
+    texts = f"The texts part at step {parted.step} ({parted.label or parted.status})" if parted else "Equal texts"
     trend = f"the drift {'grows' if growth.grows else 'does not grow'} over {growth.steps} steps on the same tokens"
-    rounding = "rounding: the known causes reproduce every tensor"
-    return f"{texts}; {trend}. It is {f'not all rounding: {unexplained} tensors are left' if unexplained else rounding}."
+    cause = "rounding: the known causes reproduce every tensor"
+    if unexplained:
+        cause = f"not all rounding: {unexplained} tensors are left"
+    return f"{texts}; {trend}. It is {cause}."
