@@ -1,12 +1,10 @@
 import dataclasses
 import json
 import math
-import re
 import time
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from data import shapes
@@ -21,12 +19,12 @@ from vlmlab.grounding import (
     box_iou,
     case_of,
     cases,
-    digit_range,
     judge,
     paired,
     point_in_box,
     read_box,
     read_point,
+    shifts,
     summarise,
     to_pixels,
     wilson_interval,
@@ -363,72 +361,29 @@ def test_only_the_same_cases_are_paired():
         paired([], [])
 
 
-# ---------------------------------------------------------------------------------------------------- before decoding
+# ---------------------------------------------------------------------------------------------------- shifts
 
 
-def digit_logits(*rows):
-    """Per digit position {digit: logit}, -20 for the others; column k writes digit k."""
-    return torch.tensor([[row.get(digit, -20.0) for digit in range(10)] for row in rows])
+def test_shifts_are_in_thousandths_of_the_sides_and_say_what_is_far():
+    posed = [case_of((200, 100), (20 + i, 20, 60 + i, 60), "red", "rectangle") for i in range(4)]
+    baseline = [judge(case, "(400, 400)", "qwen3_vl") for case in posed]
+    answers = ["(400, 400)", "(403, 404)", "(400, 685)", "nowhere"]
+    other = [judge(case, answer, "qwen3_vl") for case, answer in zip(posed, answers, strict=True)]
+    found = shifts("late", baseline, other, posed)
+    assert (found.n, found.same, found.lost, found.far, found.first) == (4, 1, 1, 1, (0.0, 0.0))
+    assert (found.median, found.largest) == (pytest.approx(5.0), pytest.approx(285.0))
+    assert found.verdict == "can: 1 of 4" and found.ci95 == wilson_interval(1, 4)
+    still = shifts("order", baseline, baseline, posed)
+    assert still.same == 4 and still.verdict == f"did not: 0 of 4, at most {wilson_interval(0, 4)[1]:.1%}"
+    assert json.loads(json.dumps(dataclasses.asdict(still)))["largest"] == 0.0
 
 
-def test_without_a_near_tie_the_coordinate_stands():
-    found = digit_range(digit_logits({7: 5.0, 6: 1.0}, {4: 3.0}, {9: 2.0, 8: 1.5}), range(10), torch.full((3,), 0.25))
-    assert (found.value, found.low, found.high, found.near_tie) == (749, 749, 749, None)
-    assert found.digits == ((7,), (4,), (9,))
-
-
-@pytest.mark.parametrize(
-    ("position", "tied", "low", "high"),
-    [(0, 8, 749, 899), (0, 6, 600, 749), (1, 5, 749, 759), (1, 3, 730, 749), (2, 8, 748, 749), (2, 1, 741, 749)],
-)
-def test_after_a_near_tie_the_later_digits_are_free(position, tied, low, high):
-    rows = [{7: 5.0}, {4: 5.0}, {9: 5.0}]
-    rows[position][tied] = 4.75
-    found = digit_range(digit_logits(*rows), range(10), torch.full((3,), 0.25))
-    assert (found.value, found.low, found.high, found.near_tie) == (749, low, high, position)
-    just_less = torch.full((3,), 0.2499)
-    assert digit_range(digit_logits(*rows), range(10), just_less).near_tie is None
-
-
-def test_each_position_has_its_own_jitter_and_the_first_near_tie_is_named():
-    logits = digit_logits({7: 5.0, 8: 4.0}, {4: 5.0, 3: 4.0}, {9: 5.0, 0: 4.0})
-    found = digit_range(logits, range(10), torch.tensor([0.5, 1.0, 2.0]))
-    assert (found.low, found.high, found.near_tie) == (730, 749, 1)
-    assert found.digits == ((7,), (3, 4), (0, 9))
-
-
-def test_columns_may_stand_in_any_order():
-    logits, jitter = digit_logits({7: 5.0, 8: 4.9}, {0: 5.0}), torch.tensor([0.2, 0.2])
-    order = [3, 1, 4, 0, 5, 9, 2, 6, 8, 7]
-    assert digit_range(logits[:, order], order, jitter) == digit_range(logits, range(10), jitter)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"logits": torch.zeros(0, 10)}, "at least one digit"),
-        ({"logits": torch.zeros(2, 9)}, r"\[2, 9\]"),
-        ({"logits": torch.zeros(2, 10, dtype=torch.bfloat16)}, "float32"),
-        ({"logits": torch.full((2, 10), math.nan)}, "finite"),
-        ({"jitter": torch.tensor([0.1])}, "one jitter for each of 2"),
-        ({"jitter": torch.tensor([0.1, -0.1])}, "at least 0"),
-        ({"jitter": torch.tensor([0.1, math.nan])}, "finite"),
-        ({"token_digits": [0, 1, 2, 3, 4, 5, 6, 7, 8, 8]}, "each digit"),
-    ],
-)
-def test_digits_that_say_nothing_are_refused(change, message):
-    arguments = {"logits": torch.zeros(2, 10), "token_digits": range(10), "jitter": torch.zeros(2)}
-    assert digit_range(**arguments).high == 99
-    with pytest.raises(VlmlabError, match=message):
-        digit_range(**arguments | change)
-
-
-def test_the_interval_holds_every_coordinate_that_a_legal_change_reaches():
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        logits, jitter = torch.randn(3, 10, generator=generator), torch.rand(3, generator=generator)
-        found = digit_range(logits, range(10), jitter)
-        for _ in range(20):  # a shift of less than half the jitter changes no difference by more than the jitter
-            moved = logits + jitter[:, None] * (torch.rand(3, 10, generator=generator) - 0.5)
-            value = int(re.sub(r"\D", "", str(moved.argmax(1).tolist())))
-            assert found.low <= value <= found.high
+def test_without_a_point_of_the_baseline_nothing_shifts():
+    case = case_of(*SQUARE)
+    none, some = judge(case, "no", "qwen2_vl"), judge(case, "(1, 1)", "qwen2_vl")
+    with pytest.raises(VlmlabError, match="no evidence"):
+        shifts("a", [none], [some], [case])
+    lost = shifts("a", [some], [none], [case])
+    assert (lost.lost, lost.median, lost.first) == (1, None, None)
+    with pytest.raises(VlmlabError, match="got 0 and 0"):
+        shifts("a", [], [], [])

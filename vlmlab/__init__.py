@@ -28,6 +28,7 @@ sglang_worker       what runs inside SGLang's processes: the engine's owner and 
 engine_sglang       Trace from SGLang, whose engine lives in a child process
 hypotheses          what else could have moved an answer, each as one change of an input
 ask                 grounding cases asked of an engine, of the hybrid forward or of a server
+jitter              how far rounding can move an answered point
 compare             two traces aligned: one row per hook point, one value per token
 drift               two generated texts, step by step: distributions, states, growth, ways to compute
 rollout             log-probabilities of tokens that one engine drew and another scores

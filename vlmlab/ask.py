@@ -129,7 +129,7 @@ class Forward:
     def ask(self, case: Case, way: Way, forced: Sequence[int] = ()) -> Reply:
         """One answer.
 
-        Args: case: to ask. way: how to compute. forced: tokens to follow instead of choosing.
+        Args: case: to ask. way: how to compute. forced: tokens to follow before choosing.
         Raises: VlmlabError: the picture is none for the checkpoint's processor.
         """
         if way.dtype not in self._hybrids:
@@ -212,15 +212,15 @@ class _Text:
         """The likeliest token again and again.
 
         Args: logits: [1, V] after the prompt. positions: [3, T] of the prompt. step: [1] ids at [3, 1] positions to
-        [1, V] logits. forced: tokens to follow instead.
+        [1, V] logits. forced: tokens to follow first.
         Returns: tokens with the one that ended it, and [tokens, V] logits on the CPU.
         """
         tokens: list[int] = []
         rows = [logits.cpu()]
-        start, longest = int(positions.max()) + 1, len(forced) or LONGEST
+        start = int(positions.max()) + 1
         while True:
-            tokens.append(forced[len(tokens)] if forced else int(logits.argmax()))
-            if len(tokens) == longest or (not forced and tokens[-1] in self.ends):
+            tokens.append(forced[len(tokens)] if len(tokens) < len(forced) else int(logits.argmax()))
+            if len(tokens) >= len(forced) and (len(tokens) >= LONGEST or tokens[-1] in self.ends):
                 return tokens, torch.cat(rows)
             logits = step(torch.tensor(tokens[-1:]), torch.full((3, 1), start + len(tokens) - 1))
             rows.append(logits.cpu())

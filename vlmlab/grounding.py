@@ -7,7 +7,7 @@ point_in_box, box_iou   a hit, and the overlap of two boxes
 judge                   case and answer to Outcome
 summarise               Outcomes to Condition: hit rate with its interval, drift
 paired                  two conditions of the same cases: who moved, and McNemar's test
-digit_range             the coordinates that legal jitter of the logits can reach, before anything is decoded
+shifts                  how far a condition moves the points, and whether it can move one as far as was reported
 
 A size is (width, height) in px, a point (x, y), a box (x1, y1, x2, y2) whose last pixel is x2 - 1, y2 - 1.
 """
@@ -22,7 +22,6 @@ from statistics import NormalDist
 
 import numpy as np
 from PIL import Image, ImageDraw
-from torch import Tensor, float32
 
 from vlmlab.errors import VlmlabError
 from vlmlab.inputs import MAX_PIXELS
@@ -48,6 +47,9 @@ FRAMES = {"qwen2_vl": 1000, "qwen2_5_vl": None, "qwen3_vl": 1000, "qwen3_vl_moe"
 OK, UNPARSABLE, OUT_OF_RANGE = "ok", "unparsable", "out_of_range"
 LONGEST_ANSWER = 10_000  # characters; one point or box takes fewer than a hundred
 MARGIN = 60.0  # px
+# What the other deepstack order is reported to have done to the first case in FP8: the answer at (807, 555), not (750,
+# 275). Source: github.com/sgl-project/sglang/pull/34690
+REPORTED = 285.0
 BOX_HIT = 0.5  # IoU. Source: Everingham et al. 2010, "The PASCAL Visual Object Classes (VOC) Challenge", IJCV 88
 
 
@@ -491,63 +493,58 @@ def paired(baseline: Sequence[Outcome], other: Sequence[Outcome]) -> Paired:
     return Paired(shift, hits.count((True, True)), only_baseline, only_other, hits.count((False, False)), p_value)
 
 
+@dataclass(frozen=True)
+class Shift:
+    """How far a condition moves a baseline's points; JSON-ready. Lengths are in thousandths of the picture's sides.
+
+    Attributes: name. n: cases that the baseline answered with a point. same: of them, with an equal point. lost:
+    without a readable one. median, p90, largest: over all that are not lost, None without one. first: (x, y) of the
+    first case, None if lost. far: cases moved by REPORTED or more. ci95: Wilson interval of far / n.
+    """
+
+    name: str
+    n: int
+    same: int
+    lost: int
+    median: float | None
+    p90: float | None
+    largest: float | None
+    first: Coordinates | None
+    far: int
+    ci95: tuple[float, float]
+
+    @property
+    def verdict(self) -> str:
+        """Whether it can produce a shift as large as the reported one, on these cases."""
+        return f"can: {self.far} of {self.n}" if self.far else f"did not: 0 of {self.n}, at most {self.ci95[1]:.1%}"
+
+
+def shifts(name: str, baseline: Sequence[Outcome], other: Sequence[Outcome], posed: Sequence[Case]) -> Shift:
+    """How far a condition moves the points, on the same cases.
+
+    Args: name: of the other condition. baseline, other: of judge. posed: the cases. Returns: Shift.
+    Raises: VlmlabError: nothing to compare, or different cases.
+    """
+    paired(baseline, other)  # the same cases in the same order
+    moves: list[Coordinates | None] = []
+    for a, b, case in zip(baseline, other, posed, strict=True):
+        if a.point is not None:
+            sides = case.image.size
+            move = (
+                None
+                if b.point is None
+                else tuple(1000 * (q - p) / side for p, q, side in zip(a.point, b.point, sides, strict=True))
+            )
+            moves.append(move)
+    if not moves:
+        raise VlmlabError("no evidence: the baseline answered no case with a point")
+    lengths = [math.hypot(*move) for move in moves if move is not None]
+    far = sum(length >= REPORTED for length in lengths)
+    same, lost, interval = lengths.count(0.0), moves.count(None), wilson_interval(far, len(moves))
+    median, p90, largest = np.quantile(lengths, (0.5, 0.9, 1.0)).tolist() if lengths else (None, None, None)
+    return Shift(name, len(moves), same, lost, median, p90, largest, moves[0], far, interval)
+
+
 def _mcnemar(b: int, c: int) -> float:
     tail = sum(math.comb(b + c, k) for k in range(min(b, c) + 1))
     return min(1.0, 2 * tail / 2 ** (b + c))
-
-
-# ---------------------------------------------------------------------------------------------------- before decoding
-
-
-@dataclass(frozen=True)
-class DigitRange:
-    """What legal jitter can make of one coordinate.
-
-    Attributes: value: the baseline's coordinate. low, high: the smallest and largest one that can be reached; not every
-    number between them need be. digits: per position, the digits reachable along the baseline, ascending. near_tie: the
-    first position with more than one, or None; from there on the digits are free.
-    """
-
-    value: int
-    low: int
-    high: int
-    digits: tuple[tuple[int, ...], ...]
-    near_tie: int | None
-
-
-def digit_range(logits: Tensor, token_digits: Sequence[int], jitter: Tensor) -> DigitRange:
-    """The interval of coordinates that follow from the logits of one run and the largest legal change of them.
-
-    A digit is reachable where its logit is at most `jitter` below the top one. Once a digit differs from the
-    baseline's, all later ones are free, since what follows was not computed on that path. Only digits compete: the
-    coordinate keeps its number of digits.
-
-    Args: logits: [N, 10] float32, of the baseline, at each of the N digits as they were decoded. token_digits: 10 ints,
-    the digit that each column's token writes. jitter: [N] float, >= 0, largest legal change of a logit difference.
-    Returns: DigitRange; of equal top logits the baseline's is the first column.
-    Raises: VlmlabError: shapes or dtype are others, a value is not finite, or the digits are not 0 to 9 once each.
-    """
-    if logits.dim() != 2 or not len(logits) or logits.shape[1] != 10 or logits.dtype != float32:
-        raise VlmlabError(
-            f"expected float32 logits [N, 10] of at least one digit, got {logits.dtype} {[*logits.shape]}"
-        )
-    if sorted(token_digits) != list(range(10)):
-        raise VlmlabError(f"expected each digit 0 to 9 for one column, got {list(token_digits)}")
-    if jitter.shape != logits.shape[:1]:
-        raise VlmlabError(f"expected one jitter for each of {len(logits)} digits, got {[*jitter.shape]}")
-    if not logits.isfinite().all() or not jitter.isfinite().all() or not (jitter >= 0).all():
-        raise VlmlabError("expected finite logits and a finite jitter of at least 0, got others")
-    chosen: list[int] = []
-    digits: list[tuple[int, ...]] = []
-    for row, legal in zip(logits.double().tolist(), jitter.double().tolist(), strict=True):
-        top = max(row)  # float32 differences are exact enough in float64 to be compared
-        chosen.append(token_digits[row.index(top)])
-        digits.append(tuple(sorted(d for d, x in zip(token_digits, row, strict=True) if top - x <= legal)))
-    value = low = high = int("".join(map(str, chosen)))
-    for i, reachable in enumerate(digits):
-        unit = 10 ** (len(chosen) - 1 - i)
-        for digit in set(reachable) - {chosen[i]}:
-            start = value // (10 * unit) * 10 * unit + digit * unit
-            low, high = min(low, start), max(high, start + unit - 1)
-    near_tie = next((i for i, reachable in enumerate(digits) if len(reachable) > 1), None)
-    return DigitRange(value, low, high, tuple(digits), near_tie)
