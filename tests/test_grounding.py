@@ -19,6 +19,7 @@ from vlmlab.grounding import (
     box_iou,
     case_of,
     cases,
+    in_words,
     judge,
     paired,
     point_in_box,
@@ -387,3 +388,19 @@ def test_without_a_point_of_the_baseline_nothing_shifts():
     assert (lost.lost, lost.median, lost.first) == (1, None, None)
     with pytest.raises(VlmlabError, match="got 0 and 0"):
         shifts("a", [], [], [])
+
+
+def test_the_answer_names_what_can_and_what_cannot():
+    posed = [case_of((1000, 1000), (620, 180, 880, 360), "red", "rectangle")]
+    baseline, near, far = ([judge(posed[0], a, "qwen3_vl")] for a in ("(750, 275)", "(752, 275)", "(807, 560)"))
+    order, dropped = shifts("(h + d) + r", baseline, near, posed), shifts("dropped", baseline, far, posed)
+    said = in_words([order], [dropped, order])
+    assert said.startswith("No order of addition moved one of 1 points by 285") and "the most was 2.0" in said
+    assert "these did: dropped (1); these did not: (h + d) + r." in said
+    said = in_words([dropped], [])
+    assert (
+        said.startswith("Orders that can move a point by 285 thousandths of the picture's side: dropped;")
+        and "these did: none; these did not: none." in said
+    )
+    with pytest.raises(VlmlabError, match="no evidence"):
+        in_words([], [dropped])

@@ -4,11 +4,13 @@ show_dashboard      the widgets, ready to display
 Dashboard           the same with its parts at hand
 show_three_numbers  (a + b) + c against a + (b + c), step by step
 show_sum            any numbers in any format and order, step by step
+show_grounding      one box of yours under any order, dtype and hypothesis
 
 It computes nothing itself: `explorer` gives the numbers, `plots` the figures. Figures are drawn without pyplot and
 shown as PNG, so none stays open.
 """
 
+import base64
 import math
 from collections.abc import Callable, Sequence
 from html import escape
@@ -19,11 +21,14 @@ import pandas as pd
 import torch
 from PIL import Image
 
-from vlmlab.causes import causes_of
+from vlmlab.ask import Forward, Way
+from vlmlab.causes import causes_of, hf_plan
 from vlmlab.errors import VlmlabError
 from vlmlab.explorer import BASELINES, METRICS, Curve, Explorer
 from vlmlab.floats import FORMATS, Format, round_to, ulp
-from vlmlab.plots import plot_plan, plot_worst_tokens, to_png
+from vlmlab.grounding import COLORS, case_of
+from vlmlab.hypotheses import UNCHANGED, of_family, orders_of
+from vlmlab.plots import plot_plan, plot_points, plot_worst_tokens, to_png
 from vlmlab.summation import ORDERS, Step, kahan, steps
 
 TITLES = {"vision": "ViT", "language": "language model"}
@@ -206,6 +211,44 @@ def show_sum(numbers: str = "256, 1, 1, 0.5, -256", form: str = "bf16", order: s
         return f"{table}<p>{final}{note}</p>"
 
     return widgets.VBox([text, forms, orders, _live(page, (text, forms, orders))])
+
+
+GROUNDING_DTYPES = {"as stored": None, "float32": torch.float32, "float64": torch.float64}
+
+
+def show_grounding(forward: Forward, side: int = 1000) -> widgets.Widget:
+    """A box to point at on a white square, and what the hybrid forward answers: any order, dtype and hypothesis.
+
+    Args: forward: of a checkpoint. side: of the picture, px. Returns: widget; it begins with the reported case.
+    """
+    family, wide = forward.checkpoint.family, widgets.Layout(width="30em")
+
+    def choice(options: Sequence[str], description: str) -> widgets.Dropdown:
+        return widgets.Dropdown(options=options, description=description, layout=wide)
+
+    def span(description: str, low: int, high: int) -> widgets.IntRangeSlider:
+        ends = (low * side // 1000, high * side // 1000)
+        return widgets.IntRangeSlider(ends, max=side, description=description, continuous_update=False, layout=wide)
+
+    orders, dtypes, changes = orders_of(family) or {"no deepstack": "hf"}, GROUNDING_DTYPES, of_family(family)
+    order, dtype = choice(list(orders), "order"), choice(list(dtypes), "dtype")
+    hypothesis, color = choice(["none", *changes], "hypothesis"), choice(COLORS, "color")
+    x, y = span("x", 620, 880), span("y", 180, 360)
+
+    def page() -> str:
+        case = case_of((side, side), (x.value[0], y.value[0], x.value[1], y.value[1]), color.value, "rectangle")
+        plain = Way(hf_plan(), dtypes[dtype.value])
+        plan = hf_plan().switched("deepstack_order", orders[order.value])
+        changed = Way(plan, plain.dtype, changes.get(hypothesis.value, UNCHANGED))
+        found = {"unchanged, (h + r) + d": forward.judge(case, plain), "as chosen": forward.judge(case, changed)}
+        rows = [{"way": name, "answer": o.answer, "drift, px": o.drift_px, "hit": o.hit} for name, o in found.items()]
+        table = pd.DataFrame(rows).to_html(index=False, float_format=lambda value: f"{value:.1f}", na_rep="-", border=0)
+        box = (x.value[0] + x.value[1]) / 2, (y.value[0] + y.value[1]) / 2
+        source = base64.b64encode(to_png(plot_points(case, found), 60)).decode()
+        return f"{table}<p>center of the box: ({box[0]:g}, {box[1]:g}) px</p><img src='data:image/png;base64,{source}'>"
+
+    controls = (order, dtype, hypothesis, color, x, y)
+    return widgets.VBox([*controls, _live(page, controls)])
 
 
 def _added(held: list[float], form: Format, way: str) -> tuple[float, str]:

@@ -7,6 +7,7 @@ point_in_box, box_iou   a hit, and the overlap of two boxes
 judge                   case and answer to Outcome
 summarise               Outcomes to Condition: hit rate with its interval, drift
 paired                  two conditions of the same cases: who moved, and McNemar's test
+in_words                which conditions can move a point as far as was reported
 shifts                  how far a condition moves the points, and whether it can move one as far as was reported
 
 A size is (width, height) in px, a point (x, y), a box (x1, y1, x2, y2) whose last pixel is x2 - 1, y2 - 1.
@@ -543,6 +544,29 @@ def shifts(name: str, baseline: Sequence[Outcome], other: Sequence[Outcome], pos
     same, lost, interval = lengths.count(0.0), moves.count(None), wilson_interval(far, len(moves))
     median, p90, largest = np.quantile(lengths, (0.5, 0.9, 1.0)).tolist() if lengths else (None, None, None)
     return Shift(name, len(moves), same, lost, median, p90, largest, moves[0], far, interval)
+
+
+def in_words(orders: Sequence[Shift], others: Sequence[Shift]) -> str:
+    """Which of the conditions can move a point by REPORTED, in three sentences at most.
+
+    Args: orders: of adding deepstack features, without the baseline. others: everything else.
+    Raises: VlmlabError: no order.
+    """
+    if not orders:
+        raise VlmlabError("no evidence: expected at least one order beside the baseline, got none")
+    far, can = f"{REPORTED:g} thousandths of the picture's side", [shift.name for shift in orders if shift.far]
+    said = f"Orders that can move a point by {far}: {', '.join(can)}"
+    if not can:
+        said = f"No order of addition moved one of {orders[0].n} points by {far}"
+    lengths = [shift.largest for shift in orders if shift.largest is not None]
+    size = f"the most was {max(lengths):.1f}" if lengths else "no point was readable"
+    rate = max(shift.ci95[1] for shift in orders)
+    able = ", ".join(f"{shift.name} ({shift.far})" for shift in others if shift.far)
+    unable = ", ".join(shift.name for shift in others if not shift.far)
+    return (
+        f"{said}; {size}, and with 95 % confidence fewer than {rate:.1%} of such points would be. "
+        f"Of the other hypotheses, these did: {able or 'none'}; these did not: {unable or 'none'}."
+    )
 
 
 def _mcnemar(b: int, c: int) -> float:

@@ -8,6 +8,9 @@ plot_steps          figures of an answer, step by step
 plot_sums           how the sums of the same numbers in many orders are distributed
 plot_growth         a sum's error against the number of summands, with both bounds
 plot_tree           an addition tree with its repeated blocks drawn once
+plot_points         answered points on the picture
+plot_reach          what rounding can do to an answered point, and what else was answered, on the picture
+plot_shifts         how far conditions move points, every case
 to_png              a figure as a picture file's bytes
 """
 
@@ -17,13 +20,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from vlmlab.compare import Comparison, Row
 from vlmlab.errors import VlmlabError
+from vlmlab.grounding import Case, Outcome
 from vlmlab.hookpoints import block_of
+from vlmlab.jitter import Reach
 from vlmlab.summation import Tree
 from vlmlab.tree_boxes import boxes
 
@@ -32,6 +38,7 @@ STYLES = {
     "cosine_mean": ("mean over tokens", "#2471a3", "s"),
     "cosine_whole": ("whole tensor", "#7d6608", "^"),
 }
+SHIFT_COLORS = ("#2471a3", "#d35400", "#1e8449", "#7d3c98", "#b7950b", "#148f77", "#922b21", "#5d6d7e")
 
 
 def _decay(row: Row, measure: str) -> float:
@@ -340,6 +347,80 @@ def plot_tree(tree: Tree, title: str) -> Figure:
         axes.add_patch(FancyBboxPatch((x, y - 0.19), widths[level], 0.38, boxstyle=corners, fc=fill, ec=edge, lw=line,
                                       ls="--" if box.kind == "below" else "-"))  # fmt: skip
         axes.text(x + widths[level] / 2, y, text, fontsize=8, ha="center", va="center")
+    return figure
+
+
+def _draw_points(axes: Axes, case: Case, outcomes: Mapping[str, Outcome]) -> None:
+    """Picture, target and answered points; a way without a point is named in the legend alone."""
+    from matplotlib.patches import Rectangle
+
+    width, height = case.image.size
+    x1, y1, x2, y2 = case.box
+    axes.imshow(case.image, extent=(0, width, height, 0), interpolation="nearest")
+    axes.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, ec="black", ls=":", lw=1, label="target"))
+    marks, colors = itertools.cycle("ovs^D<>pP*X"), itertools.cycle(SHIFT_COLORS)
+    for (name, outcome), mark, color in zip(outcomes.items(), marks, colors, strict=False):
+        points = [] if outcome.point is None else [outcome.point]
+        xs, ys, label = [x for x, _ in points], [y for _, y in points], name if points else f"{name}: {outcome.status}"
+        axes.scatter(xs, ys, marker=mark, s=42, fc=color, ec="black", lw=0.6, label=label, zorder=3)
+    axes.set(xlim=(0, width), ylim=(height, 0), xlabel="px", ylabel="px")
+
+
+def plot_points(case: Case, outcomes: Mapping[str, Outcome]) -> Figure:
+    """The picture with the target and the answered points. Args: case. outcomes: way to its outcome."""
+    figure = Figure(figsize=(8, 5))
+    axes = figure.subplots()
+    _draw_points(axes, case, outcomes)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8)
+    figure.tight_layout()
+    return figure
+
+
+def plot_reach(case: Case, reach: Reach, others: Mapping[str, Outcome]) -> Figure:
+    """The picture with the target, the box that rounding can reach and the answers of other ways; right, a close-up.
+
+    Args: case. reach: of the case. others: way to its outcome.
+    """
+    from matplotlib.patches import Rectangle
+
+    figure = Figure(figsize=(11, 5.2))
+    whole, close = figure.subplots(1, 2)
+    for axes in (whole, close):
+        _draw_points(axes, case, others)
+        if reach.box is not None:
+            left, top, right, bottom = reach.box
+            axes.add_patch(Rectangle((left, top), right - left, bottom - top, fill=False, ec="#7d3c98", lw=2,
+                                     label="what rounding can reach", zorder=4))  # fmt: skip
+    if reach.box is not None:
+        half = max(right - left, bottom - top, case.image.width / 100)
+        x, y = (left + right) / 2, (top + bottom) / 2
+        close.set(xlim=(x - half, x + half), ylim=(y + half, y - half))
+    whole.set_title(case.question, fontsize=10)
+    close.set_title("around what rounding can reach", fontsize=10)
+    close.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8)
+    figure.tight_layout()
+    return figure
+
+
+def plot_shifts(lengths: Mapping[str, Sequence[float]], mark: float, title: str) -> Figure:
+    """How far each condition moves points, a dot a case, on an axis that is linear below 1.
+
+    Args: lengths: condition to shifts, thousandths of the picture's sides. mark: the reported shift. title: text.
+    """
+    figure = Figure(figsize=(9, 0.6 + 0.28 * len(lengths)))
+    axes = figure.subplots()
+    for row, values in enumerate(lengths.values()):
+        spread = np.linspace(-0.28, 0.28, len(values)) if len(values) > 1 else [0.0]
+        axes.scatter(values, row + np.asarray(spread), s=5, alpha=0.6, color=SHIFT_COLORS[row % len(SHIFT_COLORS)])
+        if len(values):
+            axes.plot([np.median(values)] * 2, [row - 0.36, row + 0.36], color="black", lw=1.6)
+    axes.axvline(mark, color="#c0392b", ls="--", label=f"reported: {mark:g}")
+    axes.set_xscale("symlog", linthresh=1)
+    axes.set(yticks=range(len(lengths)), yticklabels=list(lengths), xlim=(-0.2, 1500), title=title)
+    axes.set_xlabel("shift of the answered point, thousandths of the picture's sides; a bar is the median")
+    axes.invert_yaxis()
+    axes.legend(loc="lower right", fontsize=8)
+    figure.tight_layout()
     return figure
 
 
