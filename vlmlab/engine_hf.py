@@ -78,7 +78,7 @@ class HFEngine:
         if checkpoint.fp8 and self.device == "cpu":
             raise VlmlabError(
                 f"expected a CUDA device for the FP8 checkpoint {checkpoint.name!r}, got a CPU, on which Transformers "
-                "computes with weights turned back into bfloat16 and no FP8; ask the hybrid forward instead"
+                "at best turns the weights back into bfloat16 and computes without FP8; ask the hybrid forward instead"
             )
         try:
             loaded: Any = AutoModelForImageTextToText.from_pretrained(

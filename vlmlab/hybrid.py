@@ -4,7 +4,7 @@ Hybrid          a checkpoint's weights and the forward over them
 Cache           keys and values of earlier tokens
 
 In bfloat16 the plan that says "hf" everywhere equals Transformers bit for bit, the one that says "sglang" equals
-SGLang. In float64 it is the truth for the same weights. Batches have one sequence and one picture.
+SGLang. In float64 it is the truth for the same weights, FP8 ones included. Batches have one sequence and one picture.
 
 Shapes: T tokens, S tokens seen so far, P patches, N image tokens, E vision width, D model width, H heads, K key-value
 heads, h head_dim, F rotary frequencies.
@@ -113,13 +113,13 @@ class Hybrid:
             return in_fp8[0]
         return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
-    def _linears(self, x: Tensor, names: list[str], cause: str, plan: Plan, layer: int) -> list[Tensor]:
-        """Linears of one input. Args: x: [T, D]. names: of them. cause: that says whether they are stacked."""
+    def _linears(self, x: Tensor, names: list[str], how: str, plan: Plan, layer: int) -> list[Tensor]:
+        """Linears of one input. Args: x: [T, D]. names: of them. how: see arithmetic.stacked_linear."""
         in_fp8 = self.fp8.products(x, names, plan.how("fp8", layer))
         if in_fp8 is not None:
             return in_fp8
         biases = [self.weights[f"{name}.bias"] for name in names] if f"{names[0]}.bias" in self.weights else None
-        return self.by.stacked_linear(x, [self._weight(name) for name in names], biases, plan.how(cause, layer))
+        return self.by.stacked_linear(x, [self._weight(name) for name in names], biases, how)
 
     # ------------------------------------------------------------------------------------------------ vision
 
@@ -327,7 +327,7 @@ class Hybrid:
         layer = f"model.layers.{i}"
         normed = self.by.rms_norm(read, self._weight(f"{layer}.input_layernorm"), self.eps, plan.how("rms_norm", i))
         names = [f"{layer}.self_attn.{name}_proj" for name in "qkv"]
-        parts = self._linears(normed, names, "qkv_linear", plan, i)
+        parts = self._linears(normed, names, plan.how("qkv_linear", i), plan, i)
         q, k, v = (part.reshape(len(normed), -1, self.head_dim) for part in parts)
         if not self.qwen2:
             how = plan.how("qk_norm", i)
@@ -353,7 +353,7 @@ class Hybrid:
         if f"{layer}.mlp.gate.weight" in self.weights:
             return self._experts(i, normed, plan, chosen)
         names = [f"{layer}.mlp.{name}_proj" for name in ("gate", "up")]
-        gate, up = self._linears(normed, names, "gate_up_linear", plan, i)
+        gate, up = self._linears(normed, names, plan.how("gate_up_linear", i), plan, i)
         return self._linear(F.silu(gate) * up, f"{layer}.mlp.down_proj", plan, i)
 
     @property
