@@ -7,6 +7,7 @@ machine             what this machine has: versions, devices, which engine can r
 metrics             how different two tensors are
 floats              floating-point formats, and rounding to them
 fp8                 FP8 weights and activations as SGLang quantizes them, and their product
+fp8_weights         the linears of a checkpoint that compute in FP8, their weights quantised once
 summation           the same numbers added in a chosen order
 tree_boxes          an addition tree as few boxes, what repeats once
 reveal              the order in which a given callable adds, by probing

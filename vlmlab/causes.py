@@ -1,7 +1,7 @@
 """Why the engines may differ: the catalogue of causes, and the plan that says which way every step goes.
 
 CAUSES          every cause the plan switches, with formulas and source locations in both engines
-NOT_SWITCHED    known causes outside the plan
+NOT_SWITCHED    known causes that no plan switches between the engines
 causes_of       those that a model family has
 Plan            per cause, and per layer where that makes sense: which way to compute
 hf_plan, sglang_plan    everything as one engine does it
@@ -44,7 +44,9 @@ class Plan:
     """Which way every step goes.
 
     Attributes: default: the way of causes not named, "hf" or "sglang". choices: cause to a way, or one way per layer;
-    "kernel" is SGLang's own CUDA kernel in the place of the formula.
+    "kernel" is SGLang's own CUDA kernel in the place of the formula. "fp8" is no cause but goes along with any: of
+    fp8_weights.SCHEMES, and where it is not named linears compute as the checkpoint stores them; a ViT goes by the
+    last layer's.
     """
 
     default: str
@@ -58,7 +60,8 @@ class Plan:
     def switched(self, cause: str, way: str, layers: Iterable[int] | None = None, depth: int = 0) -> "Plan":
         """This plan with one cause computed another way.
 
-        Args: cause: name. way: "hf", "sglang", "eager" or "kernel". layers: only there, of `depth`; None: everywhere.
+        Args: cause: name. way: "hf", "sglang", "eager", "kernel" or a scheme of "fp8". layers: only there, of
+        `depth`; None: everywhere.
         """
         if layers is None:
             return Plan(self.default, {**self.choices, cause: way})
@@ -67,8 +70,9 @@ class Plan:
         return Plan(self.default, {**self.choices, cause: ways})
 
     def key(self, causes: Iterable[Cause]) -> tuple:
-        """Equal for plans that compute the given causes alike."""
-        return tuple((cause.name, self.choices.get(cause.name, self.default)) for cause in causes)
+        """Equal for plans that compute the given causes, and FP8, alike."""
+        ways = tuple((cause.name, self.choices.get(cause.name, self.default)) for cause in causes)
+        return (*ways, ("fp8", self.choices["fp8"])) if "fp8" in self.choices else ways
 
 
 def causes_of(family: str, part: str | None = None) -> tuple[Cause, ...]:
@@ -400,7 +404,8 @@ NOT_SWITCHED: tuple[Cause, ...] = (
         sglang_source=f"{_SGL}srt/layers/quantization/fp8_utils.py, requant_block_scale_ue8m0_for_deepgemm; "
         "srt/layers/quantization/fp8_utils.py, input_to_float8; "
         "srt/layers/quantization/fp8.py, Fp8LinearMethod.process_weights_after_loading",
-        matters="Not measured with an engine. e4m3 has 3 mantissa bits, so one rounding moves a value by up to 1/16 of "
-        "it, 16 times as far as bf16: FP8 is a family of its own, to be compared with FP8 only.",
+        matters="Not measured with an engine; fp8_weights emulates SGLang's schemes, and a plan's `fp8` chooses one. "
+        "e4m3 has 3 mantissa bits, so one rounding moves a value by up to 1/16 of it, 16 times as far as bf16: FP8 is "
+        "a family of its own, to be compared with FP8 only.",
     ),
 )

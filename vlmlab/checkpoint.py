@@ -15,6 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from vlmlab.errors import VlmlabError
+from vlmlab.fp8 import is_fp8, read_quantization
 from vlmlab.hookpoints import family_of
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -37,9 +38,14 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """Storage dtype the checkpoint declares, for example "bfloat16"."""
+        """Storage dtype the checkpoint declares, for example "bfloat16"; of an FP8 one, of what is not quantised."""
         text = self.config.get("text_config") or {}
         return self.config.get("dtype") or self.config.get("torch_dtype") or text.get("dtype") or "bfloat16"
+
+    @property
+    def fp8(self) -> bool:
+        """Whether linears are stored in FP8."""
+        return is_fp8(self.config)
 
     @property
     def weight_bytes(self) -> int:
@@ -53,7 +59,7 @@ def load_checkpoint(model: str | os.PathLike | None = None) -> Checkpoint:
     Args: model: a local folder, a hub id such as "Qwen/Qwen2-VL-7B-Instruct" (downloaded when the hub is reachable), or
     None for the embedded checkpoint.
     Returns: Checkpoint.
-    Raises: VlmlabError: unknown model, missing or broken file, unsupported architecture.
+    Raises: VlmlabError: unknown model, missing or broken file, unsupported architecture or quantization.
     """
     folder, name = _find(str(DEFAULT_CHECKPOINT if model is None else model))
     config = _read_json(folder / "config.json")
@@ -63,7 +69,12 @@ def load_checkpoint(model: str | os.PathLike | None = None) -> Checkpoint:
         raise VlmlabError(f"expected *.safetensors in checkpoint {name!r}, found none; unpickled formats are not read")
     for file in files:
         _check_weight_file(file, name)
-    return Checkpoint(folder, name, family, config, _weights_hash(folder, files))
+    checkpoint = Checkpoint(folder, name, family, config, _weights_hash(folder, files))
+    if config.get("quantization_config") is not None:
+        read_quantization(config)
+        if checkpoint.dtype not in ("bfloat16", "float16", "float32"):
+            raise VlmlabError(f"expected dtype bfloat16 in config.json beside its FP8 weights, got {checkpoint.dtype}")
+    return checkpoint
 
 
 def checkpoint_of(weights_hash: str, name: str, model: str | os.PathLike | None = None) -> Checkpoint:

@@ -60,6 +60,10 @@ class HFEngine:
     """A loaded Transformers model that captures traces.
 
     Attributes: checkpoint, model, seconds: load time by phase.
+    Raises: VlmlabError: the checkpoint does not load, or is in FP8 on a CPU.
+    Source: transformers@5.19.0: quantizers/quantizer_finegrained_fp8.py,
+    FineGrainedFP8HfQuantizer.validate_environment; quantizers/quantizer_compressed_tensors.py,
+    CompressedTensorsHfQuantizer.
     """
 
     name = "hf"
@@ -71,6 +75,11 @@ class HFEngine:
         self.checkpoint = checkpoint
         self.attention = attention
         self.device = device or ("cuda" if has_cuda() else "cpu")
+        if checkpoint.fp8 and self.device == "cpu":
+            raise VlmlabError(
+                f"expected a CUDA device for the FP8 checkpoint {checkpoint.name!r}, got a CPU, on which Transformers "
+                "at best turns the weights back into bfloat16 and computes without FP8; ask the hybrid forward instead"
+            )
         try:
             loaded: Any = AutoModelForImageTextToText.from_pretrained(
                 checkpoint.folder, dtype=checkpoint.dtype, attn_implementation=attention, output_loading_info=True

@@ -106,6 +106,9 @@ class SGLangEngine:
     """A started engine. Use open_sglang.
 
     Attributes: checkpoint, arguments: Engine arguments in force, log: path of the engine's log, seconds: start-up time.
+    Raises: VlmlabError: see open_sglang; FP8 on a CPU is refused before anything starts.
+    Source: sglang@0.5.23: srt/layers/quantization/fp8.py, Fp8LinearMethod.process_weights_after_loading ("requires
+    that CPU has AMX support").
     """
 
     name = "sglang"
@@ -123,6 +126,11 @@ class SGLangEngine:
             raise VlmlabError(f"SGLang cannot run here: {failed[0].name}: {failed[0].detail}")
         self.checkpoint = checkpoint
         self.arguments = engine_arguments(checkpoint, extra)
+        if self.arguments.get("device") == "cpu" and (checkpoint.fp8 or self.arguments.get("quantization") == "fp8"):
+            raise VlmlabError(
+                f"expected a CUDA device for {checkpoint.name!r} in FP8, got a CPU: SGLang's FP8 linears need AMX "
+                "there and kernels that the stand-in lacks; ask the hybrid forward instead"
+            )
         self._environment = dict(environment or {})
         self._folder = tempfile.TemporaryDirectory(prefix="vlmlab-sglang-")
         self._control = Path(self._folder.name)

@@ -2,7 +2,8 @@
 
 Quantized               e4m3 values, and what each is multiplied by to come back
 quantize_weight         one scale per tensor, per output channel or per 128 x 128 block
-quantize_activation     one scale per token, per 128 of its channels, or a stored one
+quantize_activation     one scale per token, per 128 of its channels, or a given one
+dynamic_scale           the one scale of a whole tensor, as it comes
 dequantize              values times scales
 stored_weight           a checkpoint's two tensors as Quantized
 stack                   several weights as one, as in qkv_proj
@@ -126,6 +127,18 @@ def quantize_activation(x: Tensor, granularity: str, static_scale: Tensor | floa
     if granularity != "group":
         scaled = torch.where(scaled.isnan(), E4M3.largest, scaled)
     return Quantized(_cast(scaled), scale, granularity)
+
+
+def dynamic_scale(x: Tensor) -> Tensor:
+    """max(largest, 1e-10) / 448 of a whole tensor: how SGLang scales the activations and weights of experts.
+
+    Its kernel has no floor. NaN does not count, and an infinity counts as the largest float32.
+
+    Args: x: [R, C] bfloat16, float16 or float32. Returns: float32, for quantize_activation.
+    Source: sglang@0.5.23: kernels/ops/quantization/fp8_kernel.py, scaled_fp8_quant.
+    """
+    largest = _largest(_float32(x, "activation"), "tensor")
+    return largest.clamp(1e-10, torch.finfo(torch.float32).max) / E4M3.largest
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -4,7 +4,7 @@ Hybrid          a checkpoint's weights and the forward over them
 Cache           keys and values of earlier tokens
 
 In bfloat16 the plan that says "hf" everywhere equals Transformers bit for bit, the one that says "sglang" equals
-SGLang. In float64 it is the truth for the same weights. Batches have one sequence and one picture.
+SGLang. In float64 it is the truth for the same weights, FP8 ones included. Batches have one sequence and one picture.
 
 Shapes: T tokens, S tokens seen so far, P patches, N image tokens, E vision width, D model width, H heads, K key-value
 heads, h head_dim, F rotary frequencies.
@@ -23,6 +23,7 @@ from vlmlab import arithmetic
 from vlmlab.causes import Plan
 from vlmlab.checkpoint import Checkpoint
 from vlmlab.errors import VlmlabError
+from vlmlab.fp8_weights import FP8Weights
 from vlmlab.machine import has_cuda
 
 Record = Callable[[str, Tensor], None]
@@ -85,6 +86,7 @@ class Hybrid:
         self.deepstack_layers = () if self.qwen2 else tuple(vision["deepstack_visual_indexes"])
         self.experts_per_token = text.get("num_experts_per_tok", 0)
         self.weights = self._load()
+        self.fp8 = FP8Weights(config, self.weights, self.dtype)
 
     def _load(self) -> dict[str, Tensor]:
         """Weights under the hub's Qwen2-VL prefixes (`visual.`, `model.`), expert weights as [X, out, in]."""
@@ -95,17 +97,29 @@ class Hybrid:
                     short = name.removeprefix("model.") if name.startswith("model.visual.") else name
                     short = short.replace("model.language_model.", "model.")
                     weight = tensors.get_tensor(name)
-                    if ".experts." in short:  # the hub stores [X, in, out]
+                    if ".experts." in short and weight.dim() == 3:  # the hub stores [X, in, out]
                         weight = weight.transpose(1, 2).contiguous()
-                    weights[short] = weight.to(self.device, self.dtype)
+                    as_stored = weight.dtype == torch.float8_e4m3fn or short.endswith(("_scale", "_scale_inv"))
+                    weights[short] = weight.to(self.device, weight.dtype if as_stored else self.dtype)
         weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
         return weights
 
     def _weight(self, name: str) -> Tensor:
         return self.weights[f"{name}.weight"]
 
-    def _linear(self, x: Tensor, name: str) -> Tensor:
+    def _linear(self, x: Tensor, name: str, plan: Plan, layer: int | None = None) -> Tensor:
+        in_fp8 = self.fp8.products(x, [name], plan.how("fp8", layer))
+        if in_fp8 is not None:
+            return in_fp8[0]
         return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+    def _linears(self, x: Tensor, names: list[str], how: str, plan: Plan, layer: int) -> list[Tensor]:
+        """Linears of one input. Args: x: [T, D]. names: of them. how: see arithmetic.stacked_linear."""
+        in_fp8 = self.fp8.products(x, names, plan.how("fp8", layer))
+        if in_fp8 is not None:
+            return in_fp8
+        biases = [self.weights[f"{name}.bias"] for name in names] if f"{names[0]}.bias" in self.weights else None
+        return self.by.stacked_linear(x, [self._weight(name) for name in names], biases, how)
 
     # ------------------------------------------------------------------------------------------------ vision
 
@@ -182,31 +196,33 @@ class Hybrid:
         """Attention half of a ViT block. Args: x: [P, E] stream. rotary: of `vision_rotary`. Returns: [P, E]."""
         block = f"visual.blocks.{i}"
         normed = self._layer_norm(x, f"{block}.norm1", self._vision_eps(plan, i))
-        qkv = self._linear(normed, f"{block}.attn.qkv").view(len(x), 3, self.vision_heads, -1)
+        qkv = self._linear(normed, f"{block}.attn.qkv", plan).view(len(x), 3, self.vision_heads, -1)
         q, k, v = qkv.permute(1, 0, 2, 3).unbind(0)
         cos, sin = rotary[plan.how("vit_rotary", i)]
         q, k = self.by.rotate_vision(q, cos, sin), self.by.rotate_vision(k, cos, sin)
-        return self._linear(self.by.full_attention(q, k, v, plan.how("vit_attention", i)), f"{block}.attn.proj")
+        return self._linear(self.by.full_attention(q, k, v, plan.how("vit_attention", i)), f"{block}.attn.proj", plan)
 
     def vision_mlp(self, i: int, x: Tensor, plan: Plan) -> Tensor:
         """MLP half of a ViT block. Args: x: [P, E] stream. Returns: [P, E]."""
         block = f"visual.blocks.{i}"
         first, second = ("fc1", "fc2") if self.qwen2 else ("linear_fc1", "linear_fc2")
-        h = self._linear(self._layer_norm(x, f"{block}.norm2", self._vision_eps(plan, i)), f"{block}.mlp.{first}")
+        normed = self._layer_norm(x, f"{block}.norm2", self._vision_eps(plan, i))
+        h = self._linear(normed, f"{block}.mlp.{first}", plan)
         h = h * torch.sigmoid(1.702 * h) if self.qwen2 else F.gelu(h, approximate="tanh")
-        return self._linear(h, f"{block}.mlp.{second}")
+        return self._linear(h, f"{block}.mlp.{second}", plan)
 
     def merger(self, x: Tensor, plan: Plan) -> Tensor:
         """Four patches to one image token. Args: x: [P, E]. Returns: [N, D]."""
         norm, first, second = ("ln_q", "mlp.0", "mlp.2") if self.qwen2 else ("norm", "linear_fc1", "linear_fc2")
         h = self._layer_norm(x, f"visual.merger.{norm}", self._vision_eps(plan, None)).view(-1, 4 * x.shape[1])
-        return self._linear(F.gelu(self._linear(h, f"visual.merger.{first}")), f"visual.merger.{second}")
+        h = F.gelu(self._linear(h, f"visual.merger.{first}", plan))
+        return self._linear(h, f"visual.merger.{second}", plan)
 
     def deepstack_merger(self, k: int, x: Tensor, plan: Plan) -> Tensor:
         """As `merger`, but normalised after merging. Args: k: which. x: [P, E]. Returns: [N, D]."""
         name = f"visual.deepstack_merger_list.{k}"
         h = self._layer_norm(x.view(-1, 4 * x.shape[1]), f"{name}.norm", self._vision_eps(plan, None))
-        return self._linear(F.gelu(self._linear(h, f"{name}.linear_fc1")), f"{name}.linear_fc2")
+        return self._linear(F.gelu(self._linear(h, f"{name}.linear_fc1", plan)), f"{name}.linear_fc2", plan)
 
     # ------------------------------------------------------------------------------------------------ language
 
@@ -311,8 +327,7 @@ class Hybrid:
         layer = f"model.layers.{i}"
         normed = self.by.rms_norm(read, self._weight(f"{layer}.input_layernorm"), self.eps, plan.how("rms_norm", i))
         names = [f"{layer}.self_attn.{name}_proj" for name in "qkv"]
-        biases = [self.weights[f"{name}.bias"] for name in names] if self.qwen2 else None
-        parts = self.by.stacked_linear(normed, [self._weight(n) for n in names], biases, plan.how("qkv_linear", i))
+        parts = self._linears(normed, names, plan.how("qkv_linear", i), plan, i)
         q, k, v = (part.reshape(len(normed), -1, self.head_dim) for part in parts)
         if not self.qwen2:
             how = plan.how("qk_norm", i)
@@ -322,7 +337,8 @@ class Hybrid:
         q, k = (self.by.rotate_text(x, *rotary[how], how) for x in (q, k))
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
         k, v = cache.append(i, k, v)
-        return self._linear(self.by.causal_attention(q, k, v, plan.how("attention", i)), f"{layer}.self_attn.o_proj")
+        attended = self.by.causal_attention(q, k, v, plan.how("attention", i))
+        return self._linear(attended, f"{layer}.self_attn.o_proj", plan, i)
 
     def mlp(self, i: int, read: Read, plan: Plan, chosen: Tensor | None = None) -> Tensor:
         """MLP half of a layer, its norm included.
@@ -336,9 +352,9 @@ class Hybrid:
         )
         if f"{layer}.mlp.gate.weight" in self.weights:
             return self._experts(i, normed, plan, chosen)
-        both = [self._weight(f"{layer}.mlp.{name}_proj") for name in ("gate", "up")]
-        gate, up = self.by.stacked_linear(normed, both, None, plan.how("gate_up_linear", i))
-        return self._linear(F.silu(gate) * up, f"{layer}.mlp.down_proj")
+        names = [f"{layer}.mlp.{name}_proj" for name in ("gate", "up")]
+        gate, up = self._linears(normed, names, plan.how("gate_up_linear", i), plan, i)
+        return self._linear(F.silu(gate) * up, f"{layer}.mlp.down_proj", plan, i)
 
     @property
     def sparse(self) -> bool:
@@ -349,22 +365,28 @@ class Hybrid:
         """What the router of a layer says. Args: read: [T, D] of `add`. Returns: [T, X]."""
         norm = self._weight(f"model.layers.{i}.post_attention_layernorm")
         normed = self.by.rms_norm(read, norm, self.eps, plan.how("rms_norm", i))
-        return self._linear(normed, f"model.layers.{i}.mlp.gate")
+        return self._linear(normed, f"model.layers.{i}.mlp.gate", plan, i)
 
     def _experts(self, i: int, normed: Tensor, plan: Plan, chosen: Tensor | None) -> Tensor:
-        logits = self._linear(normed, f"model.layers.{i}.mlp.gate")
+        logits = self._linear(normed, f"model.layers.{i}.mlp.gate", plan, i)
         weights, chosen = self.by.route(logits, self.experts_per_token, plan.how("router_weights", i), chosen)
-        gate_up = self.weights[f"model.layers.{i}.mlp.experts.gate_up_proj"]
-        down = self.weights[f"model.layers.{i}.mlp.experts.down_proj"]
-        order = chosen.flatten().argsort(stable=True)
-        inputs = normed[order // chosen.shape[1]]
-        outputs, start = torch.empty(len(order), len(down[0]), dtype=normed.dtype, device=normed.device), 0
-        for expert, count in enumerate(torch.bincount(chosen.flatten(), minlength=len(down)).tolist()):
-            if count:
-                gate, up = F.linear(inputs[start : start + count], gate_up[expert]).chunk(2, -1)
-                outputs[order[start : start + count]] = F.linear(F.silu(gate) * up, down[expert])
-                start += count
+        order, counts = chosen.flatten().argsort(stable=True), torch.bincount(chosen.flatten()).tolist()
+        rows = normed[order // chosen.shape[1]].split(counts)
+        parts = {expert: part for expert, part in enumerate(rows) if len(part)}
+        halves = {e: x.chunk(2, -1) for e, x in self._expert_linears(parts, "gate_up_proj", plan, i).items()}
+        parts = {expert: F.silu(gate) * up for expert, (gate, up) in halves.items()}
+        sorted_out = torch.cat(list(self._expert_linears(parts, "down_proj", plan, i).values()))
+        outputs = torch.empty_like(sorted_out)
+        outputs[order] = sorted_out
         return self.by.combine(outputs.view(*chosen.shape, -1), weights, plan.how("expert_combine", i))
+
+    def _expert_linears(self, parts: dict[int, Tensor], name: str, plan: Plan, i: int) -> dict[int, Tensor]:
+        """Every expert's product. Args: parts: expert to its rows [R, K]. Returns: expert to [R, N]."""
+        name = f"model.layers.{i}.mlp.experts.{name}"
+        in_fp8 = self.fp8.expert_products(parts, name, plan.how("fp8", i))
+        if in_fp8 is not None:
+            return in_fp8
+        return {expert: F.linear(part, self.weights[name][expert]) for expert, part in parts.items()}
 
     def final_norm(self, read: Read, plan: Plan) -> Tensor:
         """[T, D] of `add` to [T, D]."""
