@@ -330,7 +330,8 @@ def small(monkeypatch):
 
 
 def test_ground_prints_one_object_with_exactly_the_promised_keys(small, capsys):
-    assert main(["ground", "--engines", "hf", "--hybrid", "hf,float64", "--json"]) == 0
+    arguments = ["--engines", "hf", "--hybrid", "hf,float64", "--fp8", "channel/token", "--json"]
+    assert main(["ground", *arguments]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == ["conditions"]
     for condition in found["conditions"]:
@@ -338,7 +339,10 @@ def test_ground_prints_one_object_with_exactly_the_promised_keys(small, capsys):
         assert list(condition["drift_px"]) == ["median", "p90", "max"]
         assert (condition["n"], condition["hit_rate"], condition["unparsable"]) == (3, 1.0, 0)
     names = [(condition.pop("name"), condition.pop("engine")) for condition in found["conditions"]]
-    assert names == [("hf", "hf"), ("hybrid hf", "hybrid"), ("hybrid float64", "hybrid")]
+    forwards = ["hybrid hf", "hybrid float64"]
+    forwards += [f"{name}, FP8 channel/token (emulated)" for name in forwards]
+    assert names == [("hf", "hf"), *((name, "hybrid") for name in forwards)]
+    assert found["conditions"][1] != found["conditions"][3]
     assert found["conditions"][0] == found["conditions"][1]
 
 
@@ -365,6 +369,8 @@ def test_ground_in_words_says_what_a_server_left_out(small, capsys):
         (["--n", "0"], "expected at least one case"),
         (["--engines", "hf,vllm"], "expected --engines with some of hf,sglang, got 'vllm'"),
         (["--hybrid", ""], "expected --hybrid with some of hf,sglang,float64, got ''"),
+        (["--fp8", "channel/token"], "expected --hybrid or --hypotheses with --fp8"),
+        (["--hybrid", "hf", "--fp8", "int4"], "expected --fp8 with some of tensor/token,"),
         (["--base-url", "http://127.0.0.1:1"], "expected --base-url and --served-model together"),
         (["--base-url", "file:///x", "--served-model", "x", "--n", "1"], "expected a base URL such as"),
         (["--engine-arg", "x"], "expected --engine-arg NAME=VALUE"),

@@ -241,6 +241,8 @@ def _ground(options: argparse.Namespace) -> int:
     forwards = _chosen("--hybrid", options.hybrid, ("hf", "sglang", "float64"))
     if (options.base_url is None) != (options.served_model is None):
         raise VlmlabError("expected --base-url and --served-model together, got one of them")
+    if options.fp8 is not None and not (forwards or options.hypotheses):
+        raise VlmlabError("expected --hybrid or --hypotheses with --fp8, which says how they compute; got neither")
     if not (engines or forwards or options.hypotheses) and options.base_url is None:
         engines = ["hf", "sglang"]
     engine_args, size = _engine_args(options.engine_arg), _size(options.size)
@@ -254,9 +256,11 @@ def _ground(options: argparse.Namespace) -> int:
         from vlmlab.ask import Way, ask_hf, ask_hybrid, ask_server, ask_sglang
         from vlmlab.causes import hf_plan, sglang_plan
         from vlmlab.checkpoint import load_checkpoint
+        from vlmlab.fp8_weights import IMPLEMENTATION, SCHEMES
         from vlmlab.grounding import BOX_QUESTION, POINT_QUESTION, cases, judge, paired, summarise
         from vlmlab.hypotheses import of_family, orders_of
 
+        schemes = _chosen("--fp8", options.fp8, list(SCHEMES))
         checkpoint = load_checkpoint(options.model)
         say("drawing the pictures")
         posed = cases(options.n, size, options.seed, BOX_QUESTION if options.question == "box" else POINT_QUESTION)
@@ -274,6 +278,12 @@ def _ground(options: argparse.Namespace) -> int:
         if options.hypotheses:
             orders = orders_of(checkpoint.family).items()
             ways |= {name: Way(hf_plan().switched("deepstack_order", way)) for name, way in orders}
+        ways |= {
+            f"{name}, FP8 {scheme} ({IMPLEMENTATION})": Way(way.plan.switched("fp8", scheme), way.dtype)
+            for scheme in schemes
+            for name, way in ways.items()
+        }
+        if options.hypotheses:
             ways |= {name: Way(hf_plan(), hypothesis=change) for name, change in of_family(checkpoint.family).items()}
         if ways:
             say(f"asking the hybrid forward in {len(ways)} ways")
@@ -569,6 +579,9 @@ def _parser() -> argparse.ArgumentParser:
         "--hypotheses",
         action="store_true",
         help="the own forward with every deepstack order and with every planted fault",
+    )
+    ground.add_argument(
+        "--fp8", metavar="SCHEMES", help="the same forwards and orders in FP8, too, e.g. channel/token,block/group"
     )
     ground.add_argument("--base-url", metavar="URL", help="OpenAI-compatible server, e.g. http://127.0.0.1:30000/v1")
     ground.add_argument(
