@@ -20,7 +20,6 @@ from vlmlab.attribution import (
     closer_to_truth,
     control,
     explain,
-    flipped_tokens,
     near_tie,
     part_end,
 )
@@ -180,7 +179,6 @@ def test_tokens_that_any_plan_routes_elsewhere_stand_apart(attributed):
     found = attributed(MOE, "language")
     assert found.flipped > 0 and found.flipped_total > found.total
     assert all(abs(effect.share) < found.total for effect in found.effects)
-    assert not [e for e in found.effects if e.alone.first and e.alone.first.endswith(".experts")]  # no hook point
 
 
 def test_attention_counts_as_a_cause_where_transformers_runs_eager(asked_on):
@@ -301,23 +299,28 @@ def test_the_truth_of_several_hook_points_in_the_order_asked_for():
 
 
 def test_tokens_routed_to_other_experts_are_left_out():
-    truth = {"x": torch.ones(3, 2, dtype=F64), "layers.0.experts": torch.tensor([[0, 1], [2, 3], [4, 5]])}
-    hf = {"x": truth["x"].clone(), "layers.0.experts": torch.tensor([[1, 0], [2, 7], [4, 5]])}  # order means nothing
-    sglang = {"x": truth["x"].clone(), "layers.0.experts": truth["layers.0.experts"]}
+    def routed(*tokens):
+        """Logits of 8 experts that choose the two given for each token."""
+        logits = torch.zeros(len(tokens), 8)
+        for row, (first, second) in zip(logits, tokens, strict=True):
+            row[first], row[second] = 2, 1
+        return logits
+
+    router = "layers.0.router_logits"
+    truth = {"x": torch.ones(3, 2, dtype=F64), router: routed((0, 1), (2, 3), (4, 5))}
+    hf = {"x": truth["x"].clone(), router: routed((1, 0), (2, 7), (4, 5))}  # order means nothing
+    sglang = {"x": truth["x"].clone(), router: truth[router]}
     hf["x"][1] = 100
     sglang["x"][0] = 1.5
-    assert flipped_tokens(truth, hf).tolist() == [False, True, False]
-    assert not flipped_tokens(truth, sglang).any()
-    assert flipped_tokens({"x": truth["x"]}, hf) is None  # a dense decoder
-    [row] = closer_to_truth(truth, hf, sglang, ["x"])
+    [row] = closer_to_truth(truth, hf, sglang, ["x"], 2)
     assert (row.closer, row.flipped, row.hf) == ("hf", 1, 0.0)
     assert close(row.hf_flipped, 99) and row.sglang_flipped == 0  # reported apart
-    sglang["layers.0.experts"] = torch.tensor([[6, 1], [2, 3], [4, 5]])
-    [row] = closer_to_truth(truth, hf, sglang, ["x"])
+    sglang[router] = routed((6, 1), (2, 3), (4, 5))
+    [row] = closer_to_truth(truth, hf, sglang, ["x"], 2)
     assert (row.closer, row.flipped) == ("tie", 2)
     # of another length, as the logits: nothing to leave out
     [row] = closer_to_truth(
-        {**truth, "y": truth["x"][:1]}, {**hf, "y": truth["x"][:1]}, {**sglang, "y": truth["x"][:1] * 2}, ["y"]
+        {**truth, "y": truth["x"][:1]}, {**hf, "y": truth["x"][:1]}, {**sglang, "y": truth["x"][:1] * 2}, ["y"], 2
     )
     assert (row.closer, row.flipped) == ("hf", 0) and row.hf_flipped is None
 

@@ -49,6 +49,16 @@ def test_one_changed_value_is_found_at_its_hook_point_and_token():
     assert first.cosine_min < first.cosine_mean < 1.0
 
 
+def test_length_stands_beside_angle():
+    longer = _trace()["logits"].clone()
+    longer[2] *= 2  # the same direction
+    row = compare_traces(_trace(), _trace(logits=longer)).row("logits")
+    assert (row.cosine_min, row.norm_ratio_worst, row.norm_ratio_token) == (1.0, 2.0, 2)
+    assert 1 < row.norm_ratio < 2
+    row = compare_traces(_trace(logits=longer), _trace()).row("logits")
+    assert (row.norm_ratio_worst, row.norm_ratio_token) == (0.5, 2)
+
+
 def test_one_ulp_is_a_mismatch():
     tensor = _trace()["logits"].clone()
     tensor.view(torch.int16)[5, 3] ^= 1
@@ -108,7 +118,7 @@ def test_json_has_the_promised_keys_and_is_strict():
     assert set(parsed) == {"engines", "inputs_equal", "parts", "seconds"}
     assert set(parsed["parts"]) == {"vit", "prefill"}
     promised = {"hookpoint", "layer", "status", "cosine_min", "cosine_min_token", "cosine_mean", "cosine_whole"}
-    promised |= {"rel_l2_error", "max_abs_diff", "bitwise_equal"}
+    promised |= {"norm_ratio", "norm_ratio_worst", "norm_ratio_token", "rel_l2_error", "max_abs_diff", "bitwise_equal"}
     assert all(promised <= set(row) for part in parsed["parts"].values() for row in part["rows"])
     assert (parsed["parts"]["vit"]["tokens"], parsed["parts"]["vit"]["patches"]) == (6, 6)
     assert parsed["parts"]["prefill"]["rows"][-1]["cosine_min"] is None

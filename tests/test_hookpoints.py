@@ -28,6 +28,16 @@ def test_deepstack_follows_the_block_that_feeds_it():
     assert names[names.index("vision.2.resid_post") + 1] == "vision.deepstack.1"
 
 
+def test_early_layers_have_a_stream_before_their_deepstack_addition_and_experts_a_router():
+    block = ["attn_out", "resid_mid", "mlp_out", "before_deepstack", "resid_post"]
+    names = [point.name for point in hook_points(QWEN3)]
+    assert [name for name in names if name.startswith("layers.1.")] == [f"layers.1.{half}" for half in block]
+    assert "layers.2.before_deepstack" not in names  # two levels, three layers
+    names = [point.name for point in hook_points(QWEN3 | {"model_type": "qwen3_vl_moe"})]
+    assert [name for name in names if name.endswith("router_logits")] == [f"layers.{i}.router_logits" for i in range(3)]
+    assert names[names.index("layers.0.router_logits") + 1] == "layers.0.mlp_out"
+
+
 def test_text_fields_at_the_top_level_as_the_hub_writes_them():
     config = {"model_type": "qwen2_vl", "vision_config": {"depth": 1}, "num_hidden_layers": 2}
     assert [p.name for p in hook_points(config)][-3:] == ["layers.1.resid_post", "final_norm", "logits"]
@@ -38,6 +48,8 @@ def test_the_stream_between_blocks_has_two_names():
     assert resolve("vision.1.resid_pre") == "vision.0.resid_post"
     assert resolve("layers.0.resid_pre") == "layers.0.resid_pre"
     assert resolve("layers.3.resid_mid") == "layers.3.resid_mid"
+    assert resolve("layers.0.after_deepstack") == "layers.0.resid_post"
+    assert resolve("layers.0.before_deepstack") == "layers.0.before_deepstack"
 
 
 def test_a_name_knows_its_block():
@@ -60,6 +72,13 @@ def test_read_takes_the_right_tensor():
     assert torch.equal(read("output", (a,), (b, None)), b[0])
     assert torch.equal(read("input", (a,), b), a[0])
     assert read("logits", (a,), b).shape == (1, 8)
+    batch = SimpleNamespace(residual_stream=SimpleNamespace(residual=2 * b))
+    summed = read("sum", (None, a, batch), b)
+    b.zero_()  # SGLang adds the features in place
+    assert torch.equal(summed, torch.full((4, 8), 3.0))
+    assert torch.equal(read("sum", (a,), a), a[0])  # Transformers' layer puts out the stream itself
+    half = SimpleNamespace(residual_stream=SimpleNamespace(residual=torch.tensor([[256.0]]).bfloat16()))
+    assert read("sum", (None, a, half), torch.tensor([[1.0]]).bfloat16()).item() == 256  # in the storage dtype
     requests = SimpleNamespace(next_token_logits=torch.zeros(3, 8))  # a row a request
     assert read("logits", (a,), requests).shape == (3, 8)
     with pytest.raises(ValueError, match="expected a slot"):

@@ -56,14 +56,14 @@ def test_transformers_was_given_its_own_vision_output(family, hybrids, captured)
     assert torch.equal(asked.pixels, inputs.pixel_values.bfloat16())
     assert torch.equal(asked.grid_thw, inputs.image_grid_thw)
     assert torch.equal(asked.seen.features, trace["vision.merger"])
-    levels = [trace[name] for name in trace.hook_points if "deepstack" in name]
+    levels = [trace[name] for name in trace.hook_points if name.startswith("vision.deepstack")]
     assert len(levels) == (0 if family == "qwen2_vl" else 3)
     assert all(torch.equal(a, b) for a, b in zip(asked.seen.deepstack, levels, strict=True))
 
 
 def test_sglangs_language_part_is_asked_with_transformers_vision_output(hybrids, captured):
     _, hf = captured("qwen3_vl")
-    own = {name: t + 1 for name, t in hf.tensors.items() if "merger" in name or "deepstack" in name}
+    own = {name: t + 1 for name, t in hf.tensors.items() if name.startswith(("vision.merger", "vision.deepstack"))}
     other = Trace(hf.info, {**hf.tensors, **own, "inputs.pixel_values": hf["inputs.pixel_values"] * 2})
     given = asked_of(hybrids("qwen3_vl"), renamed(other, language_input="given vision output"), hf)
     assert torch.equal(given.seen.features, hf["vision.merger"])
@@ -226,6 +226,8 @@ def test_half_blocks_that_were_not_captured_are_left_out(family, lost, hybrids, 
     # the sum that would hold it has no input either, so it is not judged
     sums = {"attn_out": "resid_mid", "mlp_out": "resid_post"}
     gone = {*layers, *(name.rsplit(".", 1)[0] + "." + sums[name.rsplit(".", 1)[1]] for name in layers)}
+    if "mlp_out" in lost and family != "qwen2_vl":
+        gone.add("layers.0.before_deepstack")
     assert set(trace.hook_points) - set(states) == gone
     assert closure(partial, states) == Closure(len(states), len(states), 0, None)
 
@@ -242,6 +244,7 @@ def test_half_blocks_that_were_not_captured_are_left_out(family, lost, hybrids, 
         "layers.0.resid_pre",
         "layers.4.resid_mid",
         "layers.4.resid_post",
+        "layers.1.before_deepstack",
         "final_norm",
         "logits",
     ],
@@ -254,6 +257,19 @@ def test_any_hook_point_may_be_missing(lost, hybrids, captured):
     states = local_states(hybrid, partial, asked_of(hybrid, trace, trace), hf_plan())
     assert lost not in states
     assert closure(partial, states) == Closure(len(states), len(states), 0, None)
+
+
+def test_experts_are_those_of_the_captured_router_logits(hybrids, captured):
+    _, trace = captured("qwen3_vl_moe")
+    hybrid, name = hybrids("qwen3_vl_moe"), "layers.6.router_logits"
+    asked = asked_of(hybrid, trace, trace)
+    swapped = Trace(trace.info, {**trace.tensors, name: trace[name].flip(1)})
+    states = local_states(hybrid, swapped, asked, hf_plan())
+    assert [n for n in states if differing(states[n], swapped[n])] == [name, "layers.6.mlp_out"]
+    partial = without(trace, name)
+    states = local_states(hybrid, partial, asked, hf_plan())
+    assert set(trace.hook_points) - set(states) == {name, "layers.6.mlp_out"}
+    assert closure(partial, states).first is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)

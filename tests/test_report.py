@@ -16,6 +16,7 @@ from vlmlab.cli import main
 from vlmlab.engine_hf import vision_output
 from vlmlab.explorer import BASELINES, METRICS
 from vlmlab.report import SHOWN_BASELINES, command_of, investigate, operation_rows, write_report
+from vlmlab.routing import Flips
 from vlmlab.trace import save_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
@@ -188,6 +189,23 @@ def test_every_number_in_it_is_strict_json_and_nothing_private_travels(file, che
         json.loads(block, parse_constant=strict)
     assert str(checkpoint.folder) not in page and str(Path.home()) not in page
     assert ">nan<" not in page.lower() and ">inf<" not in page.lower()
+
+
+def test_chosen_experts_are_told_of_a_mixture_only(investigation):
+    assert report._experts(investigation) == ""
+    flips = (Flips(0, 70, (3, 9), (4,), 1), Flips(1, 70, tuple(range(9)), (), 0))
+    mixture = dataclasses.replace(investigation, comparison=dataclasses.replace(investigation.comparison, flips=flips))
+    said = report._experts(mixture)
+    assert "9 of 70 tokens go to other experts" in said and "11 such choices over 2 layers, and 1 more" in said
+    assert "<td>3, 9</td>" in said and "<td>0, 1, 2, 3, 4, 5, 6, 7, ...</td>" in said
+
+
+def test_every_hook_point_has_its_norm_ratio(investigation, file):
+    page = file.read_text()
+    assert page.count(">norm ratio</th>") == 2
+    row = investigation.comparison.row("layers.3.attn_out")
+    said = page[page.index("<td>layers.3.attn_out</td>") :].split("</tr>", 1)[0]
+    assert f">{report.number(row.norm_ratio)}<" in said and f">{report.number(row.norm_ratio_worst)}<" in said
 
 
 def test_undefined_numbers_are_na():

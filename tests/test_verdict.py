@@ -268,8 +268,10 @@ def rounded_forward(hybrid, asked, plan):
     for i in range(hybrid.depth):
         half = keep(f"layers.{i}.attn_out", hybrid.attention(i, x, rotary, plan, cache))
         x = keep(f"layers.{i}.resid_mid", hybrid.add(x, half, i, plan)[0])
-        half = keep(f"layers.{i}.mlp_out", hybrid.mlp(i, x, plan))
+        routing = keep(f"layers.{i}.router_logits", hybrid.router_logits(i, x, plan)) if hybrid.sparse else None
+        half = keep(f"layers.{i}.mlp_out", hybrid.mlp(i, x, plan, routing))
         if i < len(deepstack):
+            keep(f"layers.{i}.before_deepstack", x + half)
             x, half = hybrid.add_deepstack(i, x, half, deepstack[i], rows, plan)
         x = keep(f"layers.{i}.resid_post", hybrid.add(x, half, i + 1, plan)[0])
     keep("logits", hybrid.logits(keep("final_norm", hybrid.final_norm(x, plan)), plan))
@@ -413,6 +415,9 @@ def test_every_operation_has_words(checkpoints):
             assert operation_of(point.name) in OPERATIONS.values()
     assert operation_of("vision.deepstack.2") == "deepstack merger"
     assert operation_of("vision.3.resid_post") == "residual sum after the MLP"
+    early = ("layers.0.before_deepstack", "layers.0.resid_post", "layers.1.resid_post")
+    assert operation_of(early[1], early) == "residual sum after the MLP and deepstack addition"
+    assert operation_of(early[2], early) == "residual sum after the MLP"
 
 
 def test_findings_are_plain_values(clean, verdict_on):
@@ -421,4 +426,23 @@ def test_findings_are_plain_values(clean, verdict_on):
     row = json.loads(json.dumps(dataclasses.asdict(verdict.findings[-1]), allow_nan=False))
     assert row["hookpoint"] == "logits" and row["exact"] is True and row["layer"] is None
     assert all(finding.ratio <= 1 and finding.token_ratio <= 1 for finding in verdict.findings if finding.exact)
-    assert sum(finding.near_ties for finding in verdict.findings) >= 0
+
+
+def test_either_of_two_tied_experts_may_be_taken_and_no_other(clean, hybrids, verdict_on):
+    _, _, trace = clean(MOE)
+    hybrid, layer, token = hybrids(MOE), 4, 9
+    router, mlp_out = f"layers.{layer}.router_logits", f"layers.{layer}.mlp_out"
+    logits = trace[router].clone()
+    first, second, third = logits[token].topk(3).indices.tolist()
+    logits[token, third] = logits[token, second]
+    names = [f"layers.{layer}.{half}" for half in ("resid_pre", "attn_out")]
+    read = hybrid.add(*(trace[name] for name in names), layer, hf_plan())[1]
+    fourth = next(x for x in range(logits.shape[1]) if x not in (first, second, third))
+    for expert, outside, ties in ((second, False, 1), (third, False, 1), (fourth, True, 1)):
+        chosen = logits.topk(2).indices
+        chosen[token] = torch.tensor([first, expert])
+        with torch.no_grad():
+            out = hybrid.mlp(layer, read, hf_plan(), logits, chosen)
+        taken = Trace(trace.info, {**trace.tensors, router: logits, mlp_out: out})
+        [finding] = [f for f in verdict_on(taken, trace).findings if f.hookpoint == mlp_out]
+        assert (finding.outside, finding.ties >= ties) == (outside, True), expert

@@ -22,6 +22,7 @@ grounding           pictures with one box to point at, answers read and judged
 trace               {hook point: tensor} plus RunInfo: record while the engine runs, load lazily
 page                HTML pages that travel: escaped, offline, without any path of this machine
 causes              the catalogue of causes, and the plan that says which way every step goes
+routing             which experts a router chooses, and where two traces choose others
 hybrid              the one forward: every family, every debatable step as a plan says
 replay              the forward on what an engine was given, whole or operation by operation; closure
 engine_hf           Trace from Transformers, in process

@@ -30,6 +30,7 @@ from vlmlab.hybrid import Hybrid
 from vlmlab.kernels import available
 from vlmlab.metrics import rel_l2_error
 from vlmlab.replay import Asked, Closure, asked_of, closure, differing, run_answer, run_plan, save_difference
+from vlmlab.routing import flipped_tokens
 from vlmlab.trace import Trace
 from vlmlab.verdict import Finding, Verdict, judge
 
@@ -115,14 +116,6 @@ def part_end(hybrid: Hybrid, part: str) -> str:
     return "vision.merger" if part == "vision" else f"layers.{hybrid.depth - 1}.resid_post"
 
 
-def flipped_tokens(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor | None:
-    """Tokens for which some layer chose other experts. Returns: [T] bool, or None for dense decoders."""
-    names = [name for name in a if name.endswith(".experts")]
-    if not names:
-        return None
-    return torch.stack([(a[n].sort(-1).values != b[n].sort(-1).values).any(-1) for n in names]).any(0)
-
-
 def _distance(a: Tensor, b: Tensor, without: Tensor | None = None) -> float:
     """Root mean square over tokens of the relative L2 error of b to a. Args: without: [T] bool, tokens to leave out."""
     errors = rel_l2_error(a, b)
@@ -149,14 +142,14 @@ def attribute(
     target = run_plan(hybrid, asked, goal, part)
     if end not in base:
         raise VlmlabError(f"no evidence: the input has no {part} part")
-    hookpoints = [name for name in base if not name.endswith(".experts")]
-    flipped = flipped_tokens(base, target)
+    hookpoints, count = list(base), hybrid.experts_per_token
+    flipped = flipped_tokens(base, target, count)
 
     def run(plan: Plan) -> dict[str, Tensor]:
         """A plan's states; tokens it routes differently are left out of every distance."""
         nonlocal flipped
         states = run_plan(hybrid, asked, plan, part)
-        flips = flipped_tokens(base, states)
+        flips = flipped_tokens(base, states, count)
         flipped = flips if flipped is None or flips is None else flipped | flips
         return states
 
@@ -320,13 +313,18 @@ class Nearness:
 
 
 def closer_to_truth(
-    truth: Mapping[str, Tensor], hf: Mapping[str, Tensor], sglang: Mapping[str, Tensor], names: Iterable[str]
+    truth: Mapping[str, Tensor],
+    hf: Mapping[str, Tensor],
+    sglang: Mapping[str, Tensor],
+    names: Iterable[str],
+    count: int = 0,
 ) -> tuple[Nearness, ...]:
     """Both engines against float64, hook point by hook point.
 
-    Args: truth: of run_plan in float64. hf, sglang: states. names: hook points. Returns: one Nearness each.
+    Args: truth: of run_plan in float64. hf, sglang: states. names: hook points. count: experts per token.
+    Returns: one Nearness each.
     """
-    flips = [flip for flip in (flipped_tokens(hf, truth), flipped_tokens(sglang, truth)) if flip is not None]
+    flips = [flip for side in (hf, sglang) if (flip := flipped_tokens(side, truth, count)) is not None]
     flipped = torch.stack(flips).any(0) if flips else None
     rows = []
     for name in names:
@@ -463,7 +461,7 @@ def explain(
         closures,
         kernels,
         attributions,
-        closer_to_truth(truth, ours, theirs, names),
+        closer_to_truth(truth, ours, theirs, names, hybrid.experts_per_token),
         {trace.info.engine: near_tie(trace["logits"]) for trace in (hf, sglang)},
         {trace.info.engine: int(trace["logits"].float().argmax()) for trace in (hf, sglang)},
     )

@@ -445,15 +445,20 @@ def _engine_args(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _print_comparison(comparison: "Comparison", unequal: Sequence[str]) -> None:
-    columns = ("hook point", "status", "cosine min", "at token", "mean", "whole", "rel. L2", "max abs")
+    cosine = ("cosine min", "at token", "mean", "whole")
+    columns = ("hook point", "status", *cosine, "norm ratio", "worst", "rel. L2", "max abs")
     for part, title in (("vision", "ViT"), ("language", "prefill")):
         rows = []
         for row in comparison.part(part):
-            numbers = (row.cosine_mean, row.cosine_whole, row.rel_l2_error, row.max_abs_diff)
+            lengths = (row.norm_ratio, row.norm_ratio_worst, row.rel_l2_error, row.max_abs_diff)
+            numbers = (row.cosine_mean, row.cosine_whole, *lengths)
             worst = "n/a" if row.cosine_min_token is None else str(row.cosine_min_token)
             rows.append((row.hookpoint, row.status, _show(row.cosine_min), worst, *(_show(n) for n in numbers)))
         _print_table(f"{title}: {comparison.baseline.engine} against {comparison.target.engine}", columns, rows)
     print(f"inputs equal: {'NO, the numbers answer different questions: ' + ', '.join(unequal) if unequal else 'yes'}")
+    if comparison.flips:
+        counts = [f"{layer.layer}: {len(layer.experts)} + {len(layer.order)}" for layer in comparison.flips]
+        print(f"tokens with other experts + in another order alone, by layer: {', '.join(counts)}")
     print(comparison.summary())
 
 

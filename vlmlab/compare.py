@@ -22,6 +22,7 @@ from vlmlab import metrics
 from vlmlab.checkpoint import DATA
 from vlmlab.errors import VlmlabError
 from vlmlab.hookpoints import block_of
+from vlmlab.routing import Flips, expert_flips
 from vlmlab.trace import RunInfo, Trace
 
 STATUSES = ("ok", "mismatch", "shape_mismatch", "missing", "non_finite")
@@ -34,8 +35,9 @@ class Row:
     Attributes: hookpoint: canonical name. part: "vision" or "language". layer: block number or None. status: one of
     STATUSES. tokens: rows of the tensor (patches inside the ViT, tokens elsewhere). cosine_min, cosine_min_token: the
     worst token. cosine_mean: over tokens whose cosine is defined. cosine_whole, rel_l2_error: of the flattened tensors.
-    max_abs_diff: elementwise. bitwise_equal: every value. undefined_tokens: zero vectors on either side. Numbers are
-    None where undefined.
+    norm_ratio_worst, norm_ratio_token: length of the target over that of the baseline, of the token where it is
+    furthest from 1. norm_ratio: of the flattened tensors. max_abs_diff: elementwise. bitwise_equal: every value.
+    undefined_tokens: zero vectors on either side. Numbers are None where undefined.
     """
 
     hookpoint: str
@@ -47,6 +49,9 @@ class Row:
     cosine_min_token: int | None = None
     cosine_mean: float | None = None
     cosine_whole: float | None = None
+    norm_ratio_worst: float | None = None
+    norm_ratio_token: int | None = None
+    norm_ratio: float | None = None
     rel_l2_error: float | None = None
     max_abs_diff: float | None = None
     bitwise_equal: bool = False
@@ -58,7 +63,7 @@ class Comparison:
     """Baseline and target, hook point by hook point, in forward order.
 
     Attributes: baseline, target: RunInfo. rows: one per hook point. cosines: hook point to [T] cosine per token (NaN
-    where undefined). errors: hook point to [T] relative L2 error per token.
+    where undefined). errors: hook point to [T] relative L2 error per token. flips: one per layer with experts.
     """
 
     baseline: RunInfo
@@ -66,6 +71,7 @@ class Comparison:
     rows: tuple[Row, ...]
     cosines: Mapping[str, Tensor]
     errors: Mapping[str, Tensor]
+    flips: tuple[Flips, ...] = ()
 
     def part(self, part: str) -> tuple[Row, ...]:
         """Rows of "vision" or "language"."""
@@ -147,6 +153,8 @@ def _compare_tensors(name: str, a: Tensor, b: Tensor) -> tuple[Row, Tensor | Non
     cosines, errors = metrics.cosine_similarity(a, b), metrics.rel_l2_error(a, b)
     defined = cosines.isfinite()
     worst = int(torch.where(defined, cosines, torch.inf).argmin()) if defined.any() else None
+    ratios = metrics.norm_ratio(a, b)
+    odd = int(ratios.log().abs().nan_to_num(-1.0).argmax()) if ratios.isfinite().any() else None
     flat_a, flat_b = a.reshape(1, -1), b.reshape(1, -1)
     row = Row(
         hookpoint=name,
@@ -158,6 +166,9 @@ def _compare_tensors(name: str, a: Tensor, b: Tensor) -> tuple[Row, Tensor | Non
         cosine_min_token=worst,
         cosine_mean=cosines[defined].mean().item() if defined.any() else None,
         cosine_whole=_number(metrics.cosine_similarity(flat_a, flat_b).item()),
+        norm_ratio_worst=None if odd is None else ratios[odd].item(),
+        norm_ratio_token=odd,
+        norm_ratio=_number(metrics.norm_ratio(flat_a, flat_b).item()),
         rel_l2_error=_number(metrics.rel_l2_error(flat_a, flat_b).item()),
         max_abs_diff=_number(metrics.max_abs_diff(a, b)),
         bitwise_equal=equal,
@@ -200,7 +211,8 @@ def compare_traces(baseline: Trace, target: Trace) -> Comparison:
             rows.append(row)
             if cosine is not None and error is not None:
                 cosines[name], errors[name] = cosine, error
-    return Comparison(baseline.info, target.info, tuple(rows), cosines, errors)
+        flips = expert_flips(baseline, target)
+    return Comparison(baseline.info, target.info, tuple(rows), cosines, errors, flips)
 
 
 def compare_inputs(baseline: Trace, target: Trace) -> pd.DataFrame:
@@ -348,7 +360,8 @@ def comparison_json(comparison: Comparison, inputs_equal: bool, seconds: Mapping
     """The comparison as the object that `vlmlab compare --json` prints; undefined numbers are None.
 
     Args: comparison: what was compared. inputs_equal: from compare_inputs. seconds: wall time by phase.
-    Returns: {"engines", "inputs_equal", "parts": {"vit": ..., "prefill": ...}, "seconds"}.
+    Returns: {"engines", "inputs_equal", "parts": {"vit": ..., "prefill": ...}, "seconds"}; of a mixture of experts the
+    prefill has "expert_flips", one object per layer.
     """
     infos = {comparison.target.engine: comparison.target, comparison.baseline.engine: comparison.baseline}
     if len(infos) == 1:  # two runs of one engine
@@ -359,12 +372,13 @@ def comparison_json(comparison: Comparison, inputs_equal: bool, seconds: Mapping
     }
     tokens = {row.hookpoint: row.tokens for row in comparison.rows}
     vit = {"tokens": tokens.get("vision.merger"), "patches": tokens.get("vision.patch_embed")}
+    flips = {"expert_flips": [asdict(layer) for layer in comparison.flips]} if comparison.flips else {}
     return {
         "engines": engines,
         "inputs_equal": inputs_equal,
         "parts": {
             "vit": vit | {"rows": _rows(comparison, "vision")},
-            "prefill": {"tokens": tokens.get("layers.0.resid_pre"), "rows": _rows(comparison, "language")},
+            "prefill": {"tokens": tokens.get("layers.0.resid_pre"), "rows": _rows(comparison, "language")} | flips,
         },
         "seconds": {phase: round(value, 3) for phase, value in seconds.items()},
     }

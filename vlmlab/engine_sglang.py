@@ -166,7 +166,8 @@ class SGLangEngine:
         tensor_parallel = self.arguments.get("tp_size", 1) > 1
         reads: dict[str, list[list[str]]] = {}
         for point in hook_points(self.checkpoint.config):
-            if point.slot == "logits" or (tensor_parallel and point.name.endswith(("attn_out", "mlp_out"))):
+            partial = point.slot == "sum" or point.name.endswith(("attn_out", "mlp_out"))
+            if point.slot == "logits" or (tensor_parallel and partial):
                 continue  # under tensor parallelism a half-block's output is one rank's partial sum
             reads.setdefault(point.sglang, []).append([point.name, point.part, point.slot])
         specs = [_spec(module, "record", {"control": control, "reads": here}) for module, here in reads.items()]

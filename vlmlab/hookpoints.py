@@ -6,16 +6,22 @@ block_of        the block a name belongs to
 read            take a hook point's tensor out of a module's inputs and output
 
 Names: `vision.patch_embed`, `vision.{i}.*`, `vision.merger`, `vision.deepstack.{k}`, `layers.{i}.*`, `final_norm`,
-`logits`, with `*` in `resid_pre|attn_out|resid_mid|mlp_out|resid_post`. The stream leaving a block is the stream
-entering the next, so `resid_pre` is captured at block 0 only and is another name for the previous block's `resid_post`
-elsewhere.
+`logits`, with `*` in `resid_pre|attn_out|resid_mid|mlp_out|resid_post`, and in the language model besides
+`router_logits` (mixture of experts) and `before_deepstack` (early layers of Qwen3-VL). The stream leaving a block is
+the stream entering the next, so `resid_pre` is captured at block 0 only and is another name for the previous block's
+`resid_post` elsewhere.
 
 In the language model `resid_post` is read where the next block reads it. For Qwen3-VL it therefore includes that
 layer's deepstack addition in both engines, which is not what Transformers' own `output_hidden_states` returns.
+`before_deepstack` is the stream before that addition and `after_deepstack` another name of `resid_post`. Transformers
+has the stream before it: the layer's output. SGLang never makes it, since it adds the features to what the layer still
+owes the stream; there the hook makes it, the sum of both halves in the storage dtype. Where nothing is added (text
+alone, decode steps) the two are equal.
 
 Source: transformers@5.19.0: models/qwen2_vl/modeling_qwen2_vl.py, models/qwen3_vl/modeling_qwen3_vl.py;
 sglang@0.5.23: srt/models/qwen2_vl.py, srt/models/qwen2.py, srt/models/qwen3_vl.py. SGLang splits the block output into
-`hidden` and `residual`; the residual stream is the second output of the next norm, or the first norm's input.
+`hidden` and `residual`; the residual stream is the second output of the next norm, or the first norm's input. Routers:
+models/qwen3_vl_moe/modeling_qwen3_vl_moe.py (logits are the first of three outputs), srt/models/qwen3_moe.py (of two).
 """
 
 import re
@@ -101,7 +107,11 @@ def hook_points(config: Mapping[str, Any]) -> tuple[HookPoint, ...]:
             add_language("layers.0.resid_pre", 0, "layers.0.input_layernorm", "stream")
         add_language(f"layers.{i}.attn_out", i, f"layers.{i}.self_attn", "output")
         add_language(f"layers.{i}.resid_mid", i, f"layers.{i}.post_attention_layernorm", "stream")
+        if family == "qwen3_vl_moe":
+            add_language(f"layers.{i}.router_logits", i, f"layers.{i}.mlp.gate", "output")
         add_language(f"layers.{i}.mlp_out", i, f"layers.{i}.mlp", "output")
+        if i < len(deepstack):
+            add_language(f"layers.{i}.before_deepstack", i, f"layers.{i}", "sum")
         following = f"layers.{i + 1}.input_layernorm" if i + 1 < depth else "norm"
         add_language(f"layers.{i}.resid_post", i, following, "stream")
     add_language("final_norm", None, "norm", "output")
@@ -110,13 +120,16 @@ def hook_points(config: Mapping[str, Any]) -> tuple[HookPoint, ...]:
 
 
 def resolve(name: str) -> str:
-    """The name under which a tensor is captured: a block's `resid_pre` is the previous block's `resid_post`.
+    """The name under which a tensor is captured: a block's `resid_pre` is the previous block's `resid_post`, and a
+    layer's `after_deepstack` its `resid_post`.
 
     Args: name: canonical name. Returns: captured name.
     """
     block = block_of(name)
     if block and block[1] > 0 and name.endswith(".resid_pre"):
         return f"{block[0]}.{block[1] - 1}.resid_post"
+    if block and name.endswith(".after_deepstack"):
+        return f"{block[0]}.{block[1]}.resid_post"
     return name
 
 
@@ -133,20 +146,25 @@ def read(slot: str, inputs: tuple, output: Any) -> Tensor:
     """Take the tensor of a hook point out of one call of its module.
 
     Args: slot: "input" (first positional input), "output" (output, or the first of several), "stream" (the residual
-    stream a norm reads: its second output where the norm also adds, else its input), "logits" (of the last position; in
-    SGLang of each request's).
+    stream a norm reads: its second output where the norm also adds, else its input), "sum" (the stream a layer leaves:
+    its output, and in SGLang the residual that it left aside added to it, a sum that is made here), "logits" (of the
+    last position; in SGLang of each request's).
     inputs: the module's positional inputs. output: its output.
     Returns: [T, D] view of the live tensor; copy it before the engine goes on.
+    Source: sglang@0.5.23: srt/layers/layer_boundary/residual/stream.py, ResidualStream.snapshot (the same sum).
     """
     if slot == "input":
         tensor = inputs[0]
     elif slot == "stream":
         tensor = output[1] if isinstance(output, tuple) and len(output) > 1 else inputs[0]
+    elif slot == "sum":
+        stream = getattr(inputs[2], "residual_stream", None) if len(inputs) > 2 else None  # positions, hidden, batch
+        tensor = output if stream is None else output + stream.residual
     elif slot == "logits":
         tensor = getattr(output, "next_token_logits", None)
         tensor = output[..., -1:, :] if tensor is None else tensor
     elif slot == "output":
         tensor = output[0] if isinstance(output, tuple) else output
     else:
-        raise ValueError(f"expected a slot input, output, stream or logits, got {slot!r}")
+        raise ValueError(f"expected a slot input, output, stream, sum or logits, got {slot!r}")
     return tensor.reshape(-1, tensor.shape[-1])

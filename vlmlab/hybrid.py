@@ -285,10 +285,13 @@ class Hybrid:
             record(f"layers.{i}.attn_out", attn_out)
             residual, read = self.add(residual, attn_out, i, plan)
             record(f"layers.{i}.resid_mid", residual)
-            if self.sparse and record is not _ignore:
-                record(f"layers.{i}.experts", self.router_logits(i, read, plan).topk(self.experts_per_token).indices)
-            pending = self.mlp(i, read, plan)
+            routing = self.router_logits(i, read, plan) if self.sparse else None
+            if routing is not None:
+                record(f"layers.{i}.router_logits", routing)
+            pending = self.mlp(i, read, plan, routing)
             record(f"layers.{i}.mlp_out", pending)
+            if i < len(self.deepstack_layers):
+                record(f"layers.{i}.before_deepstack", residual + pending)
             if seen is not None and i < len(seen.deepstack):
                 residual, pending = self.add_deepstack(i, residual, pending, seen.deepstack[i], rows, plan)
         residual, read = self.add(residual, pending, self.depth, plan)
@@ -340,18 +343,21 @@ class Hybrid:
         attended = self.by.causal_attention(q, k, v, plan.how("attention", i))
         return self._linear(attended, f"{layer}.self_attn.o_proj", plan, i)
 
-    def mlp(self, i: int, read: Read, plan: Plan, chosen: Tensor | None = None) -> Tensor:
+    def mlp(
+        self, i: int, read: Read, plan: Plan, routing: Tensor | None = None, chosen: Tensor | None = None
+    ) -> Tensor:
         """MLP half of a layer, its norm included.
 
-        Args: read: [T, D] of `add`. chosen: [T, experts per token] experts to use; None: the router's choice.
+        Args: read: [T, D] of `add`. routing: [T, X] of `router_logits`, None for dense decoders. chosen: [T, experts
+        per token] experts to use; None: the likeliest.
         Returns: [T, D].
         """
         layer = f"model.layers.{i}"
         normed = self.by.rms_norm(
             read, self._weight(f"{layer}.post_attention_layernorm"), self.eps, plan.how("rms_norm", i)
         )
-        if f"{layer}.mlp.gate.weight" in self.weights:
-            return self._experts(i, normed, plan, chosen)
+        if routing is not None:
+            return self._experts(i, normed, plan, routing, chosen)
         names = [f"{layer}.mlp.{name}_proj" for name in ("gate", "up")]
         gate, up = self._linears(normed, names, plan.how("gate_up_linear", i), plan, i)
         return self._linear(F.silu(gate) * up, f"{layer}.mlp.down_proj", plan, i)
@@ -367,9 +373,8 @@ class Hybrid:
         normed = self.by.rms_norm(read, norm, self.eps, plan.how("rms_norm", i))
         return self._linear(normed, f"model.layers.{i}.mlp.gate", plan, i)
 
-    def _experts(self, i: int, normed: Tensor, plan: Plan, chosen: Tensor | None) -> Tensor:
-        logits = self._linear(normed, f"model.layers.{i}.mlp.gate", plan, i)
-        weights, chosen = self.by.route(logits, self.experts_per_token, plan.how("router_weights", i), chosen)
+    def _experts(self, i: int, normed: Tensor, plan: Plan, routing: Tensor, chosen: Tensor | None) -> Tensor:
+        weights, chosen = self.by.route(routing, self.experts_per_token, plan.how("router_weights", i), chosen)
         order, counts = chosen.flatten().argsort(stable=True), torch.bincount(chosen.flatten()).tolist()
         rows = normed[order // chosen.shape[1]].split(counts)
         parts = {expert: part for expert, part in enumerate(rows) if len(part)}

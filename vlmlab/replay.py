@@ -146,7 +146,9 @@ def inputs_of(hybrid: Hybrid, name: str) -> tuple[str, ...]:
     if block:
         stem, half = f"{block[0]}.{block[1]}", name.rsplit(".", 1)[1]
         before = {"attn_out": ("resid_pre",), "resid_mid": ("resid_pre", "attn_out"), "mlp_out": ("resid_mid",)}
-        before |= {"resid_post": ("resid_mid", "mlp_out")}
+        before |= dict.fromkeys(("before_deepstack", "resid_post"), ("resid_mid", "mlp_out"))
+        if hybrid.sparse and block[0] == "layers":
+            before |= {"router_logits": ("resid_mid",), "mlp_out": ("resid_mid", "router_logits")}
         return tuple(f"{stem}.{other}" for other in before.get(half, ()))
     if name.startswith("vision.deepstack."):
         return (f"vision.{hybrid.deepstack_layers[int(name.rsplit('.', 1)[1])]}.resid_post",)
@@ -186,6 +188,9 @@ def local_states(
     hybrid: Hybrid, trace: Trace, asked: Asked, plan: Plan, cache: Cache | None = None
 ) -> dict[str, Tensor]:
     """Every operation once more, each from the trace's own captured input, so that no error adds to another.
+
+    A layer's experts are chosen by the router logits it captured. Its `resid_post` comes from the two halves, with the
+    deepstack addition where there is one: only Transformers' order reads the stream that stands between.
 
     Args: hybrid: weights and dtype. trace: captured. asked: its input. plan: how. cache: keys and values of earlier
     tokens, for a decode step; extended.
@@ -233,17 +238,21 @@ def local_states(
         before, attn_out, middle, mlp_out, after = (
             f"layers.{i}.{half}" for half in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
         )
+        router = f"layers.{i}.router_logits"
         if read is not None:
             states[attn_out] = hybrid.attention(i, read, text_rotary, plan, cache)
         read = got(middle) if has(middle) else None
         if has(before, attn_out):  # the norm may read more than the stream keeps
             states[middle], read = hybrid.add(got(before), got(attn_out), i, plan)
-        if read is not None:
-            states[mlp_out] = hybrid.mlp(i, read, plan)
+        if read is not None and hybrid.sparse:
+            states[router] = hybrid.router_logits(i, read, plan)
+        if read is not None and (has(router) or not hybrid.sparse):
+            states[mlp_out] = hybrid.mlp(i, read, plan, got(router) if hybrid.sparse else None)
         read = got(after) if has(after) else None
         if has(middle, mlp_out):
             residual: Tensor = got(middle)
             pending: Tensor | None = got(mlp_out)
+            states[f"layers.{i}.before_deepstack"] = got(middle) + got(mlp_out)
             if i < len(deepstack):
                 residual, pending = hybrid.add_deepstack(i, residual, got(mlp_out), deepstack[i], rows, plan)
             states[after], read = hybrid.add(residual, pending, i + 1, plan)

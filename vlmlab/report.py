@@ -25,7 +25,7 @@ from vlmlab import arithmetic, charts
 from vlmlab.attribution import Attribution, Explanation, explain
 from vlmlab.causes import CAUSES, Cause, causes_of
 from vlmlab.checkpoint import DATA, Checkpoint
-from vlmlab.compare import Comparison, compare_inputs, compare_traces, next_token, public_figures
+from vlmlab.compare import Comparison, Row, compare_inputs, compare_traces, next_token, public_figures
 from vlmlab.explorer import BASELINES, METRICS, Explorer, is_stream
 from vlmlab.hybrid import Hybrid
 from vlmlab.inputs import picture_of, reference_inputs, token_texts
@@ -35,7 +35,7 @@ from vlmlab.verdict import MARGIN, TOKEN_MARGIN
 
 TITLES = {"vision": "ViT", "language": "Language model"}
 SHOWN_BASELINES = ("sglang", "hf", "truth")
-SHOWN_CHANNELS = 8
+SHOWN_CHANNELS = SHOWN_TOKENS = 8
 
 Picture = tuple[str, int, int]  # JPEG as a data URL, rows and columns of merged tokens
 MEASURE = "1 - cosine"
@@ -173,6 +173,7 @@ def _section(run: Investigation, k: int) -> str:
         *(_tokens(run, part, tokens, picture) for part in parts),
         _steps(run),
         _operations(run),
+        _experts(run),
         _causes(run),
         _truth(run),
         _recomputed(run),
@@ -321,12 +322,20 @@ def _plans(run: Investigation, part: str) -> str:
     ends_of = [f"{MEASURE} to {BASELINES[baseline]}, worst token" for baseline in SHOWN_BASELINES]
     combinations = _table(("as SGLang", *ends_of, "tensors not SGLang's"), rows)
     start = explorer.curve(part, explorer.plan({}), "sglang", MEASURE).table
-    decay = _table(list(start.columns), start.itertuples(index=False))
+    envelope = dict(zip(start["hookpoint"], start["envelope"], strict=True))
+    columns = ("hook point", f"worst {MEASURE}", "token", "mean", "envelope", "norm ratio", "its worst", "token")
+    decay = _table(columns, [_decay(row, envelope.get(row.hookpoint)) for row in run.comparison.part(part)])
     return (
         f"<h3>{text(title)}</h3><p>Band: the worst token of any legal plan. Line: worst token; dashed: mean.</p>"
         f"{_chart(spec, title)}{_folded(f'{len(rows)} combinations, at {hookpoints[-1]}', combinations)}"
         f"{_folded(f'Transformers against SGLang, every hook point ({MEASURE})', decay)}"
     )
+
+
+def _decay(row: Row, envelope: float | None) -> tuple[Any, ...]:
+    worst, mean = (None if c is None else 1 - c for c in (row.cosine_min, row.cosine_mean))
+    ratios = row.norm_ratio, row.norm_ratio_worst, row.norm_ratio_token
+    return row.hookpoint, worst, row.cosine_min_token, mean, envelope, *ratios
 
 
 def _tokens(run: Investigation, part: str, texts: Sequence[str], picture: Picture | None) -> str:
@@ -406,6 +415,25 @@ def _operations(run: Investigation) -> str:
         "<h3>Bug or rounding: every operation from its own captured input</h3><p>Ratio: error to float64 over that of "
         f"the worst legal plan. Up to {MARGIN:g} (any token: {TOKEN_MARGIN:g}) is rounding.</p>"
         f"{_table(columns, rows)}{listed}{closed}"
+    )
+
+
+def _experts(run: Investigation) -> str:
+    """Where the engines' routers choose other experts; nothing for dense decoders."""
+    flips = run.comparison.flips
+    if not flips:
+        return ""
+    other = sorted({token for layer in flips for token in layer.experts})
+    rows = []
+    for layer in flips:
+        first = ", ".join(map(str, layer.experts[:SHOWN_TOKENS])) + ", ..." * (len(layer.experts) > SHOWN_TOKENS)
+        rows.append((layer.layer, len(layer.experts), len(layer.order), layer.ties, first))
+    columns = ("layer", "other experts", "another order alone", "of these at equal logits", "tokens with other experts")
+    return (
+        f"<h3>Which experts were chosen</h3><p>{len(other)} of {flips[0].tokens} tokens go to other experts in SGLang "
+        f"than in Transformers in some layer; {sum(len(layer.experts) for layer in flips)} such choices over "
+        f"{len(flips)} layers, and {sum(len(layer.order) for layer in flips)} more in which the order alone differs."
+        f"</p>{_folded('Every layer', _table(columns, rows))}"
     )
 
 

@@ -10,7 +10,7 @@ that was there before it. A target beyond that, by more than the margins, is a b
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,14 +28,16 @@ from vlmlab.trace import Trace
 # out each plan in turn, the ones left gave at most 1.84 and 3.5 on the embedded checkpoints; see LOG.
 MARGIN = 2.0  # on the root mean square over tokens of the relative error
 TOKEN_MARGIN = 4.0  # on its largest value over tokens
-ROUTER_TIE = 2.0**-5  # of the largest router logit: closer experts are a near-tie in a bfloat16 computation
 
 OPERATIONS = {
     "patch_embed": "patch embedding",
     "resid_pre": "embedding",
     "attn_out": "attention (norm, q/k/v, rotary, attention, output projection)",
     "resid_mid": "residual sum after attention",
+    "router_logits": "router (norm, logits of the experts)",
     "mlp_out": "MLP (norm, gate/up, activation, down)",
+    "before_deepstack": "residual sum after the MLP, before the deepstack addition",
+    "after_deepstack": "residual sum after the MLP and deepstack addition",
     "resid_post": "residual sum after the MLP",
     "merger": "merger",
     "deepstack": "deepstack merger",
@@ -64,8 +66,8 @@ class Finding:
     Attributes: hookpoint, layer. operation: in words. token: the worst one. error: relative L2 error to float64, root
     mean square over tokens. allowed: of the worst legal plan. ratio: error over allowed. token_error, token_ratio: of
     the worst token, against the worst token of any legal plan. outside: beyond the margins. exact: bit-equal to a legal
-    plan. ulps: units in the last place, of the storage dtype, at most to the nearest legal plan. near_ties: tokens at
-    which the router nearly ties and the other choice was granted.
+    plan. ulps: units in the last place, of the storage dtype, at most to the nearest legal plan. ties: tokens at
+    which experts have equal captured logits and the other choice was granted.
     """
 
     hookpoint: str
@@ -80,7 +82,7 @@ class Finding:
     outside: bool
     exact: bool
     ulps: int
-    near_ties: int = 0
+    ties: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,11 @@ class Verdict:
         )
 
 
-def operation_of(hookpoint: str) -> str:
-    """The operation that produces a hook point, in words."""
+def operation_of(hookpoint: str, others: Collection[str] = ()) -> str:
+    """The operation that produces a hook point, in words. Args: others: hook points beside it."""
+    stem, _, half = hookpoint.rpartition(".")
+    if half == "resid_post" and f"{stem}.before_deepstack" in others:
+        return OPERATIONS["after_deepstack"]
     return next(words for key, words in OPERATIONS.items() if key in hookpoint.split("."))
 
 
@@ -146,14 +151,17 @@ def judge_steps(hybrid: Hybrid, exact: Hybrid, steps: Sequence[tuple[Trace, Aske
         truth = local_states(exact, trace, asked, hf_plan(), exact_cache)
         legal = [local_states(hybrid, trace, asked, p, c) for p, c in zip(plans, caches, strict=True)]
         ties = _router_ties(exact, trace)
-        findings = [_find(n, trace[n], truth[n], [states[n] for states in legal], ties.get(n, [])) for n in truth]
+        findings = [
+            _find(n, operation_of(n, truth), trace[n], truth[n], [states[n] for states in legal], ties.get(n, []))
+            for n in truth
+        ]
         word = "no evidence" if not findings else "bug" if any(f.outside for f in findings) else "rounding"
         verdicts.append(Verdict(word, tuple(findings)))
     return tuple(verdicts)
 
 
 def _errors(x: Tensor, truth: Tensor, alternatives: Alternatives) -> Tensor:
-    """[T] relative L2 error to the truth; at near-ties of the router, to the nearest outcome."""
+    """[T] relative L2 error to the truth; at ties of the router, to the nearest outcome."""
     length = truth.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
     errors = (x.double() - truth).norm(dim=-1) / length
     for rows, other in alternatives:
@@ -161,7 +169,9 @@ def _errors(x: Tensor, truth: Tensor, alternatives: Alternatives) -> Tensor:
     return errors.nan_to_num(torch.inf, torch.inf)
 
 
-def _find(name: str, target: Tensor, truth: Tensor, legal: Sequence[Tensor], alternatives: Alternatives) -> Finding:
+def _find(
+    name: str, operation: str, target: Tensor, truth: Tensor, legal: Sequence[Tensor], alternatives: Alternatives
+) -> Finding:
     errors = _errors(target, truth, alternatives)
     envelope = torch.stack([_errors(x, truth, alternatives) for x in legal])
     rms, allowed = errors.square().mean().sqrt().item(), envelope.square().mean(1).sqrt().max().item()
@@ -170,7 +180,7 @@ def _find(name: str, target: Tensor, truth: Tensor, legal: Sequence[Tensor], alt
     return Finding(
         hookpoint=name,
         layer=block[1] if block else None,
-        operation=operation_of(name),
+        operation=operation,
         token=int(errors.argmax()),
         error=rms,
         allowed=allowed,
@@ -180,7 +190,7 @@ def _find(name: str, target: Tensor, truth: Tensor, legal: Sequence[Tensor], alt
         outside=rms > MARGIN * allowed or worst > TOKEN_MARGIN * worst_allowed,
         exact=any(not differing(x, target) for x in legal),
         ulps=min(ulp_diff(x, target.to(x.dtype)) for x in legal),
-        near_ties=int(torch.stack([rows for rows, _ in alternatives]).any(0).sum()) if alternatives else 0,
+        ties=int(torch.stack([rows for rows, _ in alternatives]).any(0).sum()) if alternatives else 0,
     )
 
 
@@ -190,25 +200,25 @@ def _over(a: float, b: float) -> float:
 
 @torch.no_grad()
 def _router_ties(exact: Hybrid, trace: Trace) -> dict[str, Alternatives]:
-    """What the MLP would put out at tokens where a chosen expert nearly ties with one that was not chosen.
+    """What the MLP would put out at tokens where a chosen expert ties with one that was not chosen.
 
-    Considered are the last two chosen and the next two. Returns: by hook point; empty for dense decoders.
+    Which of them a kernel takes is its own. Considered are the last two chosen and the next two. Returns: by hook
+    point; empty for dense decoders.
     """
     ties: dict[str, Alternatives] = {}
     for i in range(exact.depth) if exact.sparse else ():
-        halves = [f"layers.{i}.{name}" for name in ("resid_pre", "attn_out")]
-        if any(name not in trace for name in halves):
+        names = [f"layers.{i}.{name}" for name in ("resid_pre", "attn_out", "router_logits")]
+        if any(name not in trace for name in names):
             continue
         plan, count = hf_plan(), exact.experts_per_token
-        before, attn_out = (trace[name].to(exact.device, exact.dtype) for name in halves)
+        before, attn_out, logits = (trace[name].to(exact.device, exact.dtype) for name in names)
         read, _ = exact.add(before, attn_out, i, plan)
-        logits = exact.router_logits(i, read, plan)
         best, order = logits.topk(min(count + 2, logits.shape[1]), dim=-1)
         for drop, take in itertools.product(range(max(0, count - 2), count), range(count, best.shape[1])):
-            rows = best[:, drop] - best[:, take] < ROUTER_TIE * logits.abs().amax(-1)
-            if rows.any():
+            rows = best[:, drop] == best[:, take]
+            for expert in (drop, take) if rows.any() else ():  # whichever of the two the truth took
                 chosen = order[rows, :count].clone()
-                chosen[:, drop] = order[rows, take]
-                outcome = rows.cpu(), exact.mlp(i, read[rows], plan, chosen).cpu()
+                chosen[:, drop] = order[rows, expert]
+                outcome = rows.cpu(), exact.mlp(i, read[rows], plan, logits[rows], chosen).cpu()
                 ties.setdefault(f"layers.{i}.mlp_out", []).append(outcome)
     return ties
