@@ -105,7 +105,7 @@ def deepstack_sum(dtype):
     found = {}
     for how in ("hf", "sglang"):
         stream, pending = by.deepstack_sum(residual, x, features, rows, how)
-        found[how] = stream if pending is None else stream + pending
+        found[how] = stream + pending
     return found
 
 
@@ -390,8 +390,11 @@ def test_deepstack_features_reach_image_tokens_only():
     wanted = residual + x
     wanted[1] += features[0]
     wanted[3] += features[1]
-    stream, nothing = by.deepstack_sum(residual, x, features, rows, "hf")
-    assert nothing is None and error(stream, wanted) < EXACT
+    for how in ("hf", "once"):
+        stream, pending = by.deepstack_sum(residual, x, features, rows, how)
+        assert error(stream + pending, wanted) < EXACT
+        assert bitwise_equal(stream[~rows], residual[~rows]) and bitwise_equal(pending[~rows], x[~rows])
+        assert bitwise_equal((stream + pending)[rows], stream[rows])
     kept, pending = by.deepstack_sum(residual, x, features, rows, "sglang")
     assert bitwise_equal(kept, residual) and error(kept + pending, wanted) < EXACT
 

@@ -85,8 +85,7 @@ def test_an_order_is_the_arithmetic_of_its_name(name):
     h, r, d = (torch.randn(64, 32, generator=generator).bfloat16() for _ in range(3))
     rows = torch.ones(64, dtype=torch.bool)
     stream, pending = deepstack_sum(r, h, d, rows, ORDERS[name])
-    if pending is not None:
-        stream, _ = residual_sum(stream, pending, "hf")
+    stream, _ = residual_sum(stream, pending, "hf")
     parts = torch.stack((h, r, d), -1).double()
     wanted = add(TREES[name], parts, BF16) if name in TREES else round_to(parts.sum(-1), BF16)
     assert torch.equal(stream.double(), wanted)
@@ -99,7 +98,7 @@ def test_orders_differ_in_bf16_touch_image_rows_only_and_agree_in_float64():
 
     def total(way, dtype):
         stream, pending = deepstack_sum(r.to(dtype), h.to(dtype), d[rows].to(dtype), rows, way)
-        return stream if pending is None else residual_sum(stream, pending, "hf")[0]
+        return residual_sum(stream, pending, "hf")[0]
 
     found = {way: total(way, torch.bfloat16) for way in ORDERS.values()}
     for way, other in (("hf", "sglang"), ("hf", "residual_first"), ("sglang", "once")):

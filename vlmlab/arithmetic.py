@@ -282,25 +282,21 @@ def blend_positions(table: Tensor, grid: tuple[int, int], merge: int, formula: s
     return (table[taps] * weights.to(table.dtype)[..., None]).sum(0)
 
 
-def deepstack_sum(
-    residual: Tensor, x: Tensor, features: Tensor, rows: Tensor, how: str
-) -> tuple[Tensor, Tensor | None]:
+def deepstack_sum(residual: Tensor, x: Tensor, features: Tensor, rows: Tensor, how: str) -> tuple[Tensor, Tensor]:
     """Add an MLP's output and deepstack features to the stream.
 
     Args: residual, x: [T, D]. features: [N, D]. rows: [T] bool, the N image tokens. how: "hf" adds the features to the
-    rounded sum, at image tokens only; "sglang" adds them to the MLP's output first and leaves the sum to the next norm;
-    "residual_first" adds them to the residual first and leaves the sum, too; "once" adds all three and rounds once.
-    Returns: (residual [T, D], what is still to be added [T, D] or None).
+    rounded sum; "sglang" adds them to the MLP's output first and leaves the sum to the next norm; "residual_first" adds
+    them to the residual first and leaves the sum, too; "once" adds all three and rounds once. The sum of every other
+    token is left to the next norm whatever the order, so that an order alone changes image tokens alone.
+    Returns: (residual [T, D], what is still to be added [T, D]; where nothing is, negative zero, which keeps all bits).
     Source: sglang@0.5.16: srt/layers/communicator.py, post_residual_addition (the residual first, on CUDA).
     """
-    if how == "once":
-        stream = wide(residual) + x
-        stream[rows] = stream[rows] + features
-        return stream.to(residual.dtype), None
-    if how == "hf":
-        stream = residual + x
-        stream[rows] = stream[rows] + features
-        return stream, None
+    if how in ("hf", "once"):
+        stream, pending = residual.clone(), x.clone()
+        summed = (residual if how == "hf" else wide(residual))[rows] + x[rows]
+        stream[rows], pending[rows] = (summed + features).to(residual.dtype), -0.0
+        return stream, pending
     everywhere = torch.zeros_like(x)
     everywhere[rows] = features
     return (residual + everywhere, x) if how == "residual_first" else (residual, x + everywhere)

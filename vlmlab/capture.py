@@ -16,7 +16,7 @@ import torch
 
 from vlmlab.checkpoint import Checkpoint
 from vlmlab.engine_hf import hf_settings, open_hf, vision_output
-from vlmlab.engine_sglang import engine_arguments, engine_settings, open_sglang
+from vlmlab.engine_sglang import check_deepstack_order, engine_arguments, engine_settings, open_sglang
 from vlmlab.errors import VlmlabError
 from vlmlab.inputs import Inputs
 from vlmlab.trace import Trace, load_trace
@@ -105,22 +105,25 @@ def capture_sglang(
     *,
     fresh: bool = False,
     engine_args: Mapping[str, Any] | None = None,
+    deepstack_order: str = "sglang",
     say: Say = print,
 ) -> Trace:
     """One input from SGLang, its language model given the baseline's vision output; from the store unless `fresh`.
 
-    Args: baseline: Transformers' trace of the same input. Others: see capture_both.
-    Returns: Trace. Raises: VlmlabError: SGLang cannot run here or fails.
+    Args: baseline: Transformers' trace of the same input. deepstack_order: see open_sglang. Others: see capture_both.
+    Returns: Trace. Raises: VlmlabError: SGLang cannot run here or fails, or has no such order.
     """
+    check_deepstack_order(checkpoint, deepstack_order)
     given = vision_output(baseline)
-    settings = engine_settings(checkpoint, engine_arguments(checkpoint, engine_args))
+    settings = engine_settings(checkpoint, engine_arguments(checkpoint, engine_args), deepstack_order)
     folder = store_folder() / capture_key(settings, checkpoint, inputs, given)
     stored = _stored(folder, fresh)
     if stored is not None:
         say(f"SGLang: stored capture of {stored.info.created}")
         return stored
     say("SGLang: starting the engine")
-    with open_sglang(checkpoint, engine_args, log=store_folder() / ENGINE_LOG) as engine:
+    log = store_folder() / ENGINE_LOG
+    with open_sglang(checkpoint, engine_args, log=log, deepstack_order=deepstack_order) as engine:
         say("SGLang: capturing")
         return engine.capture(inputs, folder, given)
 

@@ -139,7 +139,7 @@ def _attention(draw: Draw, how: str) -> Tensor:
 def _deepstack_order(draw: Draw, how: str) -> Tensor:
     residual, x, features = draw(8, 256, scale=4.0), draw(8, 256), draw(8, 256)
     stream, pending = by.deepstack_sum(residual, x, features, torch.ones(8, dtype=torch.bool), how)
-    return stream if pending is None else stream + pending
+    return stream + pending
 
 
 def _experts(draw: Draw, how: str, weighting: str | None = None, combination: str | None = None) -> Tensor:

@@ -34,7 +34,7 @@ from vlmlab.errors import VlmlabError
 from vlmlab.hookpoints import hook_points
 from vlmlab.inputs import Inputs
 from vlmlab.machine import device_info, engine_checks, has_cuda, versions
-from vlmlab.sglang_worker import RECORDED_FILE, REQUEST_FILE, TAKEN_FILE
+from vlmlab.sglang_worker import DEEPSTACK_ORDERS, RECORDED_FILE, REQUEST_FILE, TAKEN_FILE
 from vlmlab.trace import RunInfo, Trace, load_trace, write_json, write_run, write_trace
 
 STANDIN = Path(__file__).parent / "cpu_standin"
@@ -105,7 +105,8 @@ def decisive_lines(log: str, count: int = 6) -> str:
 class SGLangEngine:
     """A started engine. Use open_sglang.
 
-    Attributes: checkpoint, arguments: Engine arguments in force, log: path of the engine's log, seconds: start-up time.
+    Attributes: checkpoint, arguments: Engine arguments in force, deepstack_order: see open_sglang, log: path of the
+    engine's log, seconds: start-up time.
     Raises: VlmlabError: see open_sglang; FP8 on a CPU is refused before anything starts.
     Source: sglang@0.5.23: srt/layers/quantization/fp8.py, Fp8LinearMethod.process_weights_after_loading ("requires
     that CPU has AMX support").
@@ -120,12 +121,14 @@ class SGLangEngine:
         environment: Mapping[str, str] | None = None,
         timeout: float = START_TIMEOUT_S,
         log: Path | None = None,
+        deepstack_order: str = "sglang",
     ) -> None:
+        check_deepstack_order(checkpoint, deepstack_order)
         failed = [check for check in engine_checks() if check.engine == "sglang" and not check.ok]
         if failed:
             raise VlmlabError(f"SGLang cannot run here: {failed[0].name}: {failed[0].detail}")
         self.checkpoint = checkpoint
-        self.arguments = engine_arguments(checkpoint, extra)
+        self.arguments, self.deepstack_order = engine_arguments(checkpoint, extra), deepstack_order
         if self.arguments.get("device") == "cpu" and (checkpoint.fp8 or self.arguments.get("quantization") == "fp8"):
             raise VlmlabError(
                 f"expected a CUDA device for {checkpoint.name!r} in FP8, got a CPU: SGLang's FP8 linears need AMX "
@@ -173,6 +176,8 @@ class SGLangEngine:
         specs = [_spec(module, "record", {"control": control, "reads": here}) for module, here in reads.items()]
         specs.append(_spec("model.layers.0", "first_layer", {"control": control}))
         specs.append(_spec("logits_processor", "finish", {"control": control}))
+        if self.deepstack_order != "sglang":
+            specs.append(_spec("model", "deepstack_order", {"order": self.deepstack_order}))
         return specs
 
     def _send(self, content: Mapping[str, Any]) -> None:
@@ -373,7 +378,7 @@ class SGLangEngine:
     def _run_info(
         self, inputs: Inputs, recorded: Mapping[str, Any], given: bool, seconds: dict[str, float], **flags: Any
     ) -> RunInfo:
-        settings = engine_settings(self.checkpoint, self.arguments)
+        settings = engine_settings(self.checkpoint, self.arguments, self.deepstack_order)
         language_input = "given vision output" if given else "own vision output"
         settings["flags"] = settings["flags"] | {"language_input": language_input} | flags
         return RunInfo(
@@ -404,18 +409,29 @@ class SGLangEngine:
         self._folder.cleanup()
 
 
-def engine_settings(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def check_deepstack_order(checkpoint: Checkpoint, order: str) -> None:
+    """Raises: VlmlabError: SGLang has no such order, or the family no deepstack."""
+    if order not in DEEPSTACK_ORDERS:
+        raise VlmlabError(f"expected a deepstack order of {', '.join(DEEPSTACK_ORDERS)}, got {order!r}")
+    if order != "sglang" and not checkpoint.config["vision_config"].get("deepstack_visual_indexes"):
+        raise VlmlabError(f"{checkpoint.name} ({checkpoint.family}) has no deepstack whose order could be {order!r}")
+
+
+def engine_settings(
+    checkpoint: Checkpoint, arguments: Mapping[str, Any], deepstack_order: str = "sglang"
+) -> dict[str, Any]:
     """Everything about an engine with these arguments that can change a bit, without starting it.
 
-    Args: checkpoint, arguments: see engine_arguments. Returns: JSON-ready settings.
+    Args: checkpoint, arguments: see engine_arguments. deepstack_order: see open_sglang. Returns: JSON-ready settings.
     """
+    flags = {key: _portable(value) for key, value in arguments.items() if key != "log_level"}
     return {
         "engine": "sglang",
         "dtype": checkpoint.dtype,
         "attention": arguments.get("attention_backend") or "engine default",
         "device": device_info(arguments.get("device")),
         "versions": versions(),
-        "flags": {key: _portable(value) for key, value in arguments.items() if key != "log_level"},
+        "flags": flags if deepstack_order == "sglang" else flags | {"deepstack_order": deepstack_order},
     }
 
 
@@ -447,15 +463,18 @@ def open_sglang(
     environment: Mapping[str, str] | None = None,
     timeout: float = START_TIMEOUT_S,
     log: Path | None = None,
+    deepstack_order: str = "sglang",
 ) -> Iterator[SGLangEngine]:
     """A started engine, shut down at the end of the block.
 
     Args: checkpoint: what to load. extra: further Engine arguments, such as {"tp_size": 2}. environment: further
     variables of its processes. timeout: seconds to wait for readiness. log: file that keeps the engine's log; without
-    it the log goes with the block.
-    Raises: VlmlabError: SGLang is missing, does not start in time, or fails; with the decisive lines of its log.
+    it the log goes with the block. deepstack_order: in which picture features join the stream, a way of
+    arithmetic.deepstack_sum; the engine is otherwise the same.
+    Raises: VlmlabError: SGLang is missing, does not start in time, or fails; with the decisive lines of its log; or as
+    check_deepstack_order.
     """
-    engine = SGLangEngine(checkpoint, extra, environment, timeout, log)
+    engine = SGLangEngine(checkpoint, extra, environment, timeout, log, deepstack_order)
     try:
         yield engine
     finally:

@@ -310,7 +310,7 @@ class Hybrid:
 
     def add_deepstack(
         self, i: int, residual: Tensor, x: Tensor, features: Tensor, rows: Tensor, plan: Plan
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor]:
         """See arithmetic.deepstack_sum."""
         return self.by.deepstack_sum(residual, x, features.to(x), rows, plan.how("deepstack_order", i))
 

@@ -517,7 +517,7 @@ def operation_rows(run: Investigation) -> list[dict[str, Any]]:
         residual, x, features = trace["layers.0.resid_mid"][image], trace["layers.0.mlp_out"][image], trace.deepstack[0]
         everywhere = torch.ones(len(x), dtype=torch.bool)
         sums = [arithmetic.deepstack_sum(residual, x, features, everywhere, how) for how in ways]
-        results = [stream if left is None else stream + left for stream, left in sums]
+        results = [stream + left for stream, left in sums]
         inputs = {"residual": residual, "x": x, "features": features}
         found.append(("deepstack_order", "layers.0, first deepstack addition (image tokens)", results, inputs, None))
     rows = []

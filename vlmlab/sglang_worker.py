@@ -3,6 +3,7 @@
 serve           start the engine, then answer requests from standard input until it closes
 record          hook factory that SGLang's `forward_hooks` argument names; runs in the scheduler process
 finish          hook factory for the last module of a forward pass; completes its recording
+deepstack_order hook factory that makes the engine add deepstack features in another order, and changes nothing else
 
 Only this module imports sglang. A recording is asked for through a file: the scheduler looks for `request.json` in the
 control folder when a forward pass starts, and renames it `taken.json`. It names one folder for each forward pass to
@@ -172,6 +173,62 @@ def finish(config: dict[str, Any]) -> Callable:
             write_json(control / RECORDED_FILE, recording.request.facts)
 
     return hook
+
+
+def _to_residual(hidden: torch.Tensor, residual: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    return residual + features
+
+
+def _to_sum(hidden: torch.Tensor, residual: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    return _in_place_of_sum(hidden, residual, features, (hidden + residual) + features)
+
+
+def _all_at_once(hidden: torch.Tensor, residual: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    return _in_place_of_sum(hidden, residual, features, hidden.float() + residual + features)
+
+
+def _in_place_of_sum(hidden: torch.Tensor, residual: torch.Tensor, features: torch.Tensor, total: torch.Tensor):
+    """Make `hidden` the total at image tokens, which are those with features; leave the other tokens' sum to the norm."""
+    image = features.any(-1, keepdim=True)
+    hidden.copy_(torch.where(image, total.to(hidden.dtype), hidden))
+    return residual.masked_fill(image, -0.0)  # added to anything it keeps every bit
+
+
+# As `deepstack_sum` of vlmlab.arithmetic names them: (MLP output, which may be changed in place, residual, features),
+# [T, D] each, to the residual; the next norm adds the two. "sglang" is SGLang's own `hidden.add_(features)`.
+DEEPSTACK_ORDERS: dict[str, Callable[..., torch.Tensor] | None] = {
+    "sglang": None,
+    "hf": _to_sum,
+    "residual_first": _to_residual,
+    "once": _all_at_once,
+}
+
+
+def deepstack_order(config: dict[str, Any]) -> Callable:
+    """Hook factory that adds deepstack features in another order; in effect once SGLang has called it.
+
+    The hook itself does nothing: SGLang accepts no other tensor as a layer's output, and a layer does not see the
+    features. Both models add them by one function, called in passes with a picture only, and that is replaced here, in
+    this scheduler process. SGLang's own flag `use_hf_deepstack_order` is none of these orders: its norms add all three
+    in float32 on CPU and normalise the unrounded sum, and add residual + features first on CUDA.
+
+    Args: config: {"order": of DEEPSTACK_ORDERS, not "sglang"}. Returns: forward hook.
+    Source: sglang@0.5.23: srt/layers/layer_boundary/residual/batch.py, add_to_output; stream.py, ResidualStream.check;
+    srt/models/qwen3_vl.py, Qwen3LLMModel.forward; srt/models/qwen3_vl_moe.py, Qwen3MoeLLMModel.forward.
+    """
+    from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+
+    add = DEEPSTACK_ORDERS[config["order"]]
+    assert add is not None
+
+    def add_to_output(hidden_states, forward_batch, extra):
+        stream = residual_batch.stream_of(forward_batch)
+        hidden_states = stream.complete(hidden_states)
+        stream.residual = add(hidden_states, stream.residual, extra)
+        return hidden_states
+
+    residual_batch.add_to_output = add_to_output
+    return lambda module, inputs, output: None
 
 
 def _generate(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
