@@ -56,6 +56,7 @@ def test_notebooks_run_and_export(file, traces, tmp_path):
     report, names = tmp_path / "report.html", parameter_names(file)
     has_report = "report" in names
     given = {"report": str(report), "question": REFERENCE_QUESTION, "steps": 24}  # the question of the stored captures
+    given |= {"boxes": 3, "predicted": 2, "side": 160}
     executed = run_notebook(file, {name: value for name, value in given.items() if name in names})
     assert not [o for cell in _code(executed) for o in cell.outputs if o.output_type == "error"]
     page = write_html(executed, tmp_path / "page.html", {str(report): report.name}).read_text()

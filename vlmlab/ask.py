@@ -73,14 +73,20 @@ def ask_hf(checkpoint: Checkpoint, cases: Sequence[Case]) -> list[str]:
     return answers
 
 
-def ask_sglang(checkpoint: Checkpoint, cases: Sequence[Case], extra: Mapping[str, Any] | None = None) -> list[str]:
+def ask_sglang(
+    checkpoint: Checkpoint,
+    cases: Sequence[Case],
+    extra: Mapping[str, Any] | None = None,
+    deepstack_order: str = "sglang",
+) -> list[str]:
     """Answers of the real SGLang engine, which tokenizes the text and processes the picture itself.
 
-    Args: checkpoint: to load. cases: to ask. extra: further `sglang.Engine` arguments. Returns: one answer a case.
+    Args: checkpoint: to load. cases: to ask. extra: further `sglang.Engine` arguments. deepstack_order: see
+    engine_sglang.open_sglang. Returns: one answer a case.
     Raises: VlmlabError: SGLang is missing, does not start, or refuses a case.
     """
     text, answers = _Text(checkpoint), []
-    with open_sglang(checkpoint, extra) as engine:
+    with open_sglang(checkpoint, extra, deepstack_order=deepstack_order) as engine:
         for case in cases:
             inputs = _inputs(checkpoint, case)
             tokens = engine.generate(inputs, SHORT)

@@ -243,7 +243,7 @@ def _ground(options: argparse.Namespace) -> int:
         raise VlmlabError("expected --base-url and --served-model together, got one of them")
     if options.fp8 is not None and not (forwards or options.hypotheses):
         raise VlmlabError("expected --hybrid or --hypotheses with --fp8, which says how they compute; got neither")
-    if not (engines or forwards or options.hypotheses) and options.base_url is None:
+    if not (engines or forwards or options.hypotheses or options.deepstack_orders) and options.base_url is None:
         engines = ["hf", "sglang"]
     engine_args, size = _engine_args(options.engine_arg), _size(options.size)
     asked: list[tuple[str, str, Sequence[str | VlmlabError]]] = []  # name, engine, answers
@@ -258,9 +258,10 @@ def _ground(options: argparse.Namespace) -> int:
         from vlmlab.checkpoint import load_checkpoint
         from vlmlab.fp8_weights import IMPLEMENTATION, SCHEMES
         from vlmlab.grounding import BOX_QUESTION, POINT_QUESTION, cases, judge, paired, summarise
-        from vlmlab.hypotheses import of_family, orders_of
+        from vlmlab.hypotheses import ORDERS, of_family, orders_of
 
         schemes = _chosen("--fp8", options.fp8, list(SCHEMES))
+        other_orders = _chosen("--deepstack-orders", options.deepstack_orders, list(ORDERS.values()))
         checkpoint = load_checkpoint(options.model)
         say("drawing the pictures")
         posed = cases(options.n, size, options.seed, BOX_QUESTION if options.question == "box" else POINT_QUESTION)
@@ -273,6 +274,10 @@ def _ground(options: argparse.Namespace) -> int:
         if "sglang" in engines:
             say("asking sglang")
             asked.append(("sglang", "sglang", ask_sglang(checkpoint, posed, engine_args)))
+        for order in other_orders:
+            say(f"asking sglang with the deepstack order {order} and nothing else changed")
+            reordered = ask_sglang(checkpoint, posed, engine_args, order)
+            asked.append((f"sglang, deepstack order {order}", "sglang", reordered))
         known = {"hf": Way(hf_plan()), "sglang": Way(sglang_plan()), "float64": Way(hf_plan(), torch.float64)}
         ways = {f"hybrid {name}": known[name] for name in forwards}
         if options.hypotheses:
@@ -294,7 +299,8 @@ def _ground(options: argparse.Namespace) -> int:
         (name, engine, {i: judge(posed[i], a, checkpoint.family) for i, a in enumerate(answers) if isinstance(a, str)})
         for name, engine, answers in asked
     ]
-    judged[len(engines) : len(engines)] = [(name, "hybrid", dict(enumerate(found))) for name, found in computed.items()]
+    place = len(engines) + len(other_orders)
+    judged[place:place] = [(name, "hybrid", dict(enumerate(found))) for name, found in computed.items()]
     for name, _, answers in asked:
         failed = [a for a in answers if isinstance(a, VlmlabError)]
         if failed:
@@ -587,6 +593,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     ground.add_argument(
         "--fp8", metavar="SCHEMES", help="the same forwards and orders in FP8, too, e.g. channel/token,block/group"
+    )
+    ground.add_argument(
+        "--deepstack-orders",
+        metavar="NAMES",
+        help="the real SGLang engine with this order alone switched: hf, residual_first, once",
     )
     ground.add_argument("--base-url", metavar="URL", help="OpenAI-compatible server, e.g. http://127.0.0.1:30000/v1")
     ground.add_argument(
