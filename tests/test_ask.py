@@ -371,6 +371,8 @@ def test_ground_in_words_says_what_a_server_left_out(small, capsys):
         (["--hybrid", ""], "expected --hybrid with some of hf,sglang,float64, got ''"),
         (["--fp8", "channel/token"], "expected --hybrid or --hypotheses with --fp8"),
         (["--hybrid", "hf", "--fp8", "int4"], "expected --fp8 with some of tensor/token,"),
+        (["--deepstack-orders", "sorted"], "expected --deepstack-orders with some of hf,"),
+        (["--deepstack-orders", "hf", "--n", "1"], "qwen2-vl-tiny (qwen2_vl) has no deepstack"),
         (["--base-url", "http://127.0.0.1:1"], "expected --base-url and --served-model together"),
         (["--base-url", "file:///x", "--served-model", "x", "--n", "1"], "expected a base URL such as"),
         (["--engine-arg", "x"], "expected --engine-arg NAME=VALUE"),

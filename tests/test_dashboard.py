@@ -15,7 +15,8 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from vlmlab.dashboard import PRESETS, WAYS, Dashboard, show_sum, show_three_numbers
+from vlmlab.ask import Forward
+from vlmlab.dashboard import PRESETS, WAYS, Dashboard, show_grounding, show_sum, show_three_numbers
 from vlmlab.explorer import Explorer
 from vlmlab.floats import FORMATS, round_to
 from vlmlab.hybrid import Hybrid
@@ -284,3 +285,24 @@ def test_bad_numbers_give_a_sentence_and_good_ones_bring_the_table_back(text, se
 def test_infinities_on_the_way_are_shown_and_break_nothing(way):
     shown = show_sum("65504 65504 -65504 -65504", "fp16", way).children[-1].value
     assert "exactly (as float64) 0.0" in shown and "<table" in shown
+
+
+def test_a_box_is_asked_under_the_chosen_order_dtype_and_hypothesis(checkpoints):
+    box = show_grounding(Forward(checkpoints["qwen3_vl"]), side=160)
+    order, dtype, hypothesis, color, x, _, shown = box.children
+    cells = re.findall(r"<td>(.*?)</td>", shown.value)
+    assert cells[1] == cells[5] and "(119.5, 42.5) px" in shown.value and "data:image/png;base64," in shown.value
+    hypothesis.value = "deepstack dropped"
+    dropped = re.findall(r"<td>(.*?)</td>", shown.value)
+    assert dropped[:4] == cells[:4] and dropped[5] != cells[5]
+    hypothesis.value, order.value, dtype.value = "none", "one sum", "float64"
+    assert re.findall(r"<td>(.*?)</td>", shown.value)[3] == "True"
+    x.value, color.value = (10, 50), "blue"
+    assert "(30, 42.5) px" in shown.value
+    x.value = (30, 30)
+    assert "expected a blue rectangle with an area" in shown.value
+
+
+def test_a_family_without_deepstack_has_no_order_to_choose(checkpoint):
+    order, *_, shown = show_grounding(Forward(checkpoint), side=160).children
+    assert order.options == ("no deepstack",) and "<td>" in shown.value

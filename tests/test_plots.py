@@ -7,10 +7,15 @@ from test_trace import INFO
 
 from vlmlab.compare import compare_traces
 from vlmlab.errors import VlmlabError
+from vlmlab.grounding import case_of, judge
+from vlmlab.jitter import Reach
 from vlmlab.plots import (
     plot_decay,
     plot_growth,
     plot_plan,
+    plot_points,
+    plot_reach,
+    plot_shifts,
     plot_steps,
     plot_sums,
     plot_token_heat,
@@ -129,3 +134,32 @@ def test_many_ulps_get_a_coarser_grid_that_says_so():
     assert axes.get_xlabel() == "sum; a grid line every 32 ulp"
     assert set(np.diff(axes.get_xticks(minor=True))) == {32.0}
     assert [bar.get_height() for bar in axes.patches] == [2, 1] and list(axes.lines[0].get_xdata()) == [1.0, 1.0]
+
+
+def test_points_and_the_reach_are_drawn_where_they_are_and_lost_ones_are_named():
+    case = case_of((200, 100), (20, 20, 60, 60), "red", "rectangle")
+    answers = {"first": "(200, 400)", "order": "(205, 400)", "lost": "nowhere"}
+    outcomes = {name: judge(case, answer, "qwen3_vl") for name, answer in answers.items()}
+    figure = plot_points(case, outcomes)
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    drawn = [np.asarray(points.get_offsets()).tolist() for points in axes.collections]
+    assert drawn == [[[40.0, 40.0]], [[41.0, 40.0]], []]
+    names = [label.get_text() for label in axes.get_legend().get_texts()]
+    assert names == ["target", "first", "order", "lost: unparsable"]
+    reach = Reach(outcomes["first"], tuple(outcomes.values())[:2], (40.0, 40.0, 41.0, 40.0), True)
+    figure = plot_reach(case, reach, outcomes)
+    figure.canvas.draw()
+    whole, close = figure.axes
+    assert whole.get_xlim() == (0, 200) and close.get_xlim() == (38.5, 42.5)
+    assert [patch.get_bbox().bounds for patch in whole.patches] == [(20, 20, 40, 40), (40, 40, 1, 0)]
+    plot_reach(case, Reach(outcomes["lost"], (outcomes["lost"],), None, True), outcomes).canvas.draw()
+
+
+def test_shifts_show_every_case_and_the_reported_one():
+    figure = plot_shifts({"order": [0.0, 1.0, 3.0], "dropped": [700.0], "unreadable": []}, 285, "three ways")
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    assert [len(points.get_offsets()) for points in axes.collections] == [3, 1, 0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["order", "dropped", "unreadable"]
+    assert axes.get_legend().get_texts()[0].get_text() == "reported: 285"

@@ -228,7 +228,9 @@ def show_grounding(forward: Forward, side: int = 1000) -> widgets.Widget:
 
     def span(description: str, low: int, high: int) -> widgets.IntRangeSlider:
         ends = (low * side // 1000, high * side // 1000)
-        return widgets.IntRangeSlider(ends, max=side, description=description, continuous_update=False, layout=wide)
+        return widgets.IntRangeSlider(
+            value=ends, max=side, description=description, continuous_update=False, layout=wide
+        )
 
     orders, dtypes, changes = orders_of(family) or {"no deepstack": "hf"}, GROUNDING_DTYPES, of_family(family)
     order, dtype = choice(list(orders), "order"), choice(list(dtypes), "dtype")

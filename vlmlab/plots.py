@@ -410,8 +410,8 @@ def plot_shifts(lengths: Mapping[str, Sequence[float]], mark: float, title: str)
     figure = Figure(figsize=(9, 0.6 + 0.28 * len(lengths)))
     axes = figure.subplots()
     for row, values in enumerate(lengths.values()):
-        spread = np.linspace(-0.28, 0.28, len(values)) if len(values) > 1 else [0.0]
-        axes.scatter(values, row + np.asarray(spread), s=5, alpha=0.6, color=SHIFT_COLORS[row % len(SHIFT_COLORS)])
+        spread = row + (np.linspace(-0.28, 0.28, len(values)) if len(values) > 1 else np.zeros(len(values)))
+        axes.scatter(values, spread, s=5, alpha=0.6, color=SHIFT_COLORS[row % len(SHIFT_COLORS)])
         if len(values):
             axes.plot([np.median(values)] * 2, [row - 0.36, row + 0.36], color="black", lw=1.6)
     axes.axvline(mark, color="#c0392b", ls="--", label=f"reported: {mark:g}")
