@@ -190,13 +190,13 @@ def test_sglang_answers_and_stops_at_the_end(checkpoint, posed, by_hf, sglang_en
     opened = []
 
     @contextlib.contextmanager
-    def already_open(checkpoint, extra):
-        opened.append(extra)
+    def already_open(checkpoint, extra, deepstack_order):
+        opened.append((extra, deepstack_order))
         yield sglang_engine
 
     monkeypatch.setattr(ask, "open_sglang", already_open)
     answers = ask_sglang(checkpoint, posed, {"tp_size": 1})
-    assert opened == [{"tp_size": 1}]
+    assert opened == [({"tp_size": 1}, "sglang")]
     for answer, other in zip(answers, by_hf, strict=True):
         assert_close(answer, other)
     monkeypatch.setattr(ask, "SHORT", 2)
