@@ -168,8 +168,11 @@ def test_ways_share_a_vision_part_and_hypotheses_reach_picture_model_and_frame(c
 
 
 def test_forced_tokens_give_their_logits_and_the_greedy_ones_the_same(checkpoint, posed):
-    forward = Forward(checkpoint)
-    free = forward.ask(posed[0], Way(hf_plan()))
+    forward, way = Forward(checkpoint), Way(hf_plan())
+    free = forward.ask(posed[0], way)
+    kept = forward.ask(posed[0], way, free.tokens)  # from the prefill at hand
+    assert kept.tokens == free.tokens and torch.equal(kept.logits, free.logits)
+    assert forward.ask(posed[1], way).tokens != free.tokens
     again = forward.ask(posed[0], Way(hf_plan()), free.tokens)
     assert again.tokens == free.tokens and torch.equal(again.logits, free.logits)
     assert free.logits.argmax(-1).tolist() == list(free.tokens) and free.tokens[-1] in forward.text.ends

@@ -20,6 +20,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,7 @@ SHORT = 16  # tokens; SGLang's first try, since the engine generates as many as 
 TIMEOUT_S = 120.0
 GIVE_UP = 3  # requests in a row
 LARGEST_REPLY = 1_000_000  # bytes
+KEPT_PREFILLS = 8  # a baseline and the plans that it is compared with
 
 
 # ---------------------------------------------------------------------------------------------------- here
@@ -119,8 +121,18 @@ class Reply:
     resized: Size
 
 
+@dataclass(frozen=True)
+class _Prefill:
+    """A prompt, read. cache: of its tokens. logits: [1, V] after it. positions: [3, T]. resized: as in Reply."""
+
+    cache: Cache
+    logits: Tensor
+    positions: Tensor
+    resized: Size
+
+
 class Forward:
-    """The hybrid forward, asked. It keeps weights per dtype, and vision outputs until another case comes.
+    """The hybrid forward, asked. It keeps weights per dtype, and of the last case vision outputs and a few prefills.
 
     Args: checkpoint: to load.
     """
@@ -130,6 +142,7 @@ class Forward:
         self._hybrids: dict[torch.dtype | None, Hybrid] = {}
         self._case: Case | None = None
         self._seen: dict[tuple, tuple[Inputs, Seen]] = {}
+        self._prefills: deque[tuple[Way, _Prefill]] = deque(maxlen=KEPT_PREFILLS)
 
     @torch.no_grad()
     def ask(self, case: Case, way: Way, forced: Sequence[int] = ()) -> Reply:
@@ -138,23 +151,36 @@ class Forward:
         Args: case: to ask. way: how to compute. forced: tokens to follow before choosing.
         Raises: VlmlabError: the picture is none for the checkpoint's processor.
         """
+        if case is not self._case:
+            self._case = case
+            self._seen.clear()
+            self._prefills.clear()
         if way.dtype not in self._hybrids:
             self._hybrids[way.dtype] = Hybrid(self.checkpoint, way.dtype)
-        hybrid, cache = self._hybrids[way.dtype], Cache()
-        inputs, seen = self._see(hybrid, case, way)
-        positions = hybrid.positions(inputs.input_ids, inputs.image_grid_thw)
-        asked = Asked(inputs.input_ids, positions, None, None, seen)
-        if way.hypothesis.asked is not None:
-            asked = way.hypothesis.asked(asked)
+        hybrid = self._hybrids[way.dtype]
+        known = next((prefill for other, prefill in self._prefills if other is way), None)
+        prefill = self._prefill(hybrid, case, way) if known is None else known
+        cache = Cache(dict(prefill.cache.keys), dict(prefill.cache.values))  # extended by new tensors, never in place
 
         def step(ids: Tensor, positions: Tensor) -> Tensor:
             return hybrid.language(ids, positions, way.plan, None, cache)
 
-        first = hybrid.language(asked.input_ids, asked.positions, way.plan, asked.seen, cache)
-        tokens, logits = self.text.greedy(first, asked.positions, step, forced)
+        tokens, logits = self.text.greedy(prefill.logits, prefill.positions, step, forced)
+        return Reply(self.text.until_end(tokens), tuple(tokens), logits, prefill.resized)
+
+    def _prefill(self, hybrid: Hybrid, case: Case, way: Way) -> "_Prefill":
+        inputs, seen = self._see(hybrid, case, way)
         assert inputs.image_grid_thw is not None
+        positions = hybrid.positions(inputs.input_ids, inputs.image_grid_thw)
+        asked = Asked(inputs.input_ids, positions, None, None, seen)
+        if way.hypothesis.asked is not None:
+            asked = way.hypothesis.asked(asked)
+        cache = Cache()
+        logits = hybrid.language(asked.input_ids, asked.positions, way.plan, asked.seen, cache)
         _, rows, columns = (inputs.image_grid_thw[0] * self.checkpoint.config["vision_config"]["patch_size"]).tolist()
-        return Reply(self.text.until_end(tokens), tuple(tokens), logits, (columns, rows))
+        found = _Prefill(cache, logits, asked.positions, (columns, rows))
+        self._prefills.append((way, found))
+        return found
 
     def judge(self, case: Case, way: Way) -> Outcome:
         """One judged answer."""
@@ -163,8 +189,6 @@ class Forward:
 
     def _see(self, hybrid: Hybrid, case: Case, way: Way) -> tuple[Inputs, Seen]:
         """The vision part, once for all ways that share it."""
-        if case is not self._case:
-            self._case, self._seen = case, {}
         picture = way.hypothesis.picture
         key = (way.dtype, way.plan.key(causes_of(hybrid.family, "vision")), picture)
         if key not in self._seen:
