@@ -170,6 +170,19 @@ def test_the_stream_of_a_residual_sum_has_equal_bits_either_way():
     assert torch.equal(torch.signbit(stream[:3]).any(1), torch.tensor([True, False, False]))
 
 
+def test_the_wide_ways_leave_out_a_rounding():
+    residual, x, features = (random(40, 64, dtype=BF16) for _ in range(3))
+    stream, read = by.residual_sum(residual, x, "wide")
+    assert stream.dtype == torch.float32 and bitwise_equal(stream, read)
+    assert bitwise_equal(by.residual_sum(stream, x, "wide")[0], residual.float() + x.float() + x.float())
+    weight = random(64, dtype=BF16)
+    normed = by.rms_norm(x, weight, 1e-6, "wide")
+    assert normed.dtype == torch.float32 and bitwise_equal(normed.to(BF16), by.rms_norm(x, weight, 1e-6, "hf"))
+    kept, pending = by.deepstack_sum(residual, x, features, torch.ones(40, dtype=torch.bool), "in_norm")
+    stream, read = by.residual_sum(kept, pending, "sglang")
+    assert bitwise_equal(read, residual.float() + x.float() + features.float()) and bitwise_equal(stream, read.to(BF16))
+
+
 def test_rms_norm_is_its_definition_and_weights_of_one_hide_the_difference():
     x, weight = random(40, 64), random(64)
     assert (
@@ -390,11 +403,11 @@ def test_deepstack_features_reach_image_tokens_only():
     wanted = residual + x
     wanted[1] += features[0]
     wanted[3] += features[1]
-    for how in ("hf", "once"):
+    for how in ("hf", "once", "in_norm"):
         stream, pending = by.deepstack_sum(residual, x, features, rows, how)
         assert error(stream + pending, wanted) < EXACT
         assert bitwise_equal(stream[~rows], residual[~rows]) and bitwise_equal(pending[~rows], x[~rows])
-        assert bitwise_equal((stream + pending)[rows], stream[rows])
+        assert bitwise_equal((stream + pending)[rows], (pending if how == "in_norm" else stream)[rows])
     kept, pending = by.deepstack_sum(residual, x, features, rows, "sglang")
     assert bitwise_equal(kept, residual) and error(kept + pending, wanted) < EXACT
 

@@ -1,6 +1,7 @@
 """The real SGLang engine. One started engine serves most tests; those that kill it start their own."""
 
 import dataclasses
+import functools
 import os
 import signal
 import subprocess
@@ -13,12 +14,17 @@ import psutil
 import pytest
 import torch
 
+from vlmlab.capture import capture_key
+from vlmlab.causes import sglang_plan
 from vlmlab.engine_hf import vision_output
-from vlmlab.engine_sglang import STANDIN, SGLangEngine, decisive_lines, engine_arguments, open_sglang
+from vlmlab.engine_sglang import STANDIN, SGLangEngine, decisive_lines, engine_arguments, engine_settings, open_sglang
 from vlmlab.errors import VlmlabError
 from vlmlab.hookpoints import hook_points
+from vlmlab.hypotheses import ORDERS
 from vlmlab.inputs import prepare_inputs
 from vlmlab.metrics import bitwise_equal
+from vlmlab.replay import asked_of, closure, run_plan
+from vlmlab.sglang_worker import DEEPSTACK_ORDERS
 
 pytestmark = pytest.mark.engine
 
@@ -219,6 +225,87 @@ def _silent_engine():
 def test_the_stand_in_is_on_the_path_of_the_children_only(sglang_engine):
     assert "sglang" not in sys.modules and "sgl_kernel" not in sys.modules
     assert str(STANDIN) not in sys.path and str(STANDIN) not in os.environ.get("PYTHONPATH", "")
+
+
+# ---------------------------------------------------------------------------------------------------- deepstack order
+
+
+@pytest.fixture(scope="module")
+def ordered(checkpoints, ask, hf_engines, tmp_path_factory):
+    """(family, deepstack order) to (inputs, HF trace, SGLang trace, SGLang trace of a text alone), each run once."""
+
+    @functools.cache
+    def captured(family, order):
+        folder, inputs = tmp_path_factory.mktemp("ordered"), ask(family, (8, 10), seed=34)
+        hf = hf_engines(family).capture(inputs, folder / "hf")
+        with open_sglang(checkpoints[family], deepstack_order=order) as engine:
+            trace = engine.capture(inputs, folder / "sglang", vision_output(hf))
+            text = engine.capture(prepare_inputs(checkpoints[family], None, "Describe it."), folder / "text")
+        return inputs, hf, trace, text
+
+    return captured
+
+
+@pytest.mark.parametrize(
+    ("family", "order"), [("qwen3_vl", "hf"), ("qwen3_vl", "residual_first"), ("qwen3_vl_moe", "hf")]
+)
+def test_another_deepstack_order_is_that_plan_bit_for_bit_and_no_other(family, order, ordered, hybrids):
+    inputs, hf, trace, _ = ordered(family, order)
+    hybrid = hybrids(family)
+    asked = asked_of(hybrid, trace, hf)
+    assert trace.info.flags["deepstack_order"] == order
+    assert closure(trace, run_plan(hybrid, asked, sglang_plan().switched("deepstack_order", order))).first is None
+    for other in set(DEEPSTACK_ORDERS) - {order}:  # the check can fail, for every other order
+        plan = sglang_plan().switched("deepstack_order", other)
+        assert closure(trace, run_plan(hybrid, asked, plan)).first == "layers.0.resid_post"
+
+
+def test_another_deepstack_order_changes_the_picture_and_what_sees_it_and_nothing_else(ordered):
+    inputs, _, default, default_text = ordered("qwen3_vl", "sglang")
+    assert "deepstack_order" not in default.info.flags
+    start, image = int(inputs.image_positions.int().argmax()), inputs.image_positions
+    for order in ("hf", "residual_first"):
+        _, _, trace, text = ordered("qwen3_vl", order)
+        changed = [name for name in trace.hook_points if not bitwise_equal(trace[name], default[name])]
+        assert changed[0] == "layers.0.resid_post"
+        same = {name for name in trace.hook_points if name.startswith("vision.")}
+        same |= {"layers.0.resid_pre", "layers.0.attn_out", "layers.0.resid_mid", "layers.0.mlp_out"}
+        assert set(changed) == set(trace.hook_points) - same
+        first, other = trace["layers.0.resid_post"], default["layers.0.resid_post"]
+        assert bitwise_equal(first[~image], other[~image])
+        assert 0.05 < (first[image] != other[image]).float().mean() < 0.9
+        for name in set(changed) - {"logits"}:  # tokens before the picture do not see it
+            assert bitwise_equal(trace[name][:start], default[name][:start])
+        assert all(bitwise_equal(text[name], default_text[name]) for name in default_text.hook_points)
+
+
+def test_every_order_of_the_hypotheses_can_be_started():
+    assert set(ORDERS.values()) == set(DEEPSTACK_ORDERS)
+
+
+def test_an_order_that_is_unknown_or_has_no_deepstack_is_refused_before_anything_starts(checkpoints, monkeypatch):
+    monkeypatch.setattr("vlmlab.engine_sglang.subprocess.Popen", lambda *_, **__: pytest.fail("started"))
+    with (
+        pytest.raises(VlmlabError, match="expected a deepstack order of sglang, hf, residual_first, once, got 'HF'"),
+        open_sglang(checkpoints["qwen3_vl"], deepstack_order="HF"),
+    ):
+        pass
+    with (
+        pytest.raises(VlmlabError, match=r"qwen2-vl-tiny \(qwen2_vl\) has no deepstack whose order could be 'hf'"),
+        open_sglang(checkpoints["qwen2_vl"], deepstack_order="hf"),
+    ):
+        pass
+
+
+def test_captures_of_different_deepstack_orders_have_different_names(checkpoints, ask):
+    checkpoint, inputs = checkpoints["qwen3_vl"], ask("qwen3_vl", (8, 10))
+    arguments = engine_arguments(checkpoint)
+    keys = {
+        capture_key(engine_settings(checkpoint, arguments, order), checkpoint, inputs, None)
+        for order in DEEPSTACK_ORDERS
+    }
+    assert len(keys) == len(DEEPSTACK_ORDERS)
+    assert engine_settings(checkpoint, arguments, "sglang") == engine_settings(checkpoint, arguments)
 
 
 def test_arguments_pass_through(checkpoint):

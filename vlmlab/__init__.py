@@ -29,6 +29,7 @@ engine_hf           Trace from Transformers, in process
 sglang_worker       what runs inside SGLang's processes: the engine's owner and the recording hooks
 engine_sglang       Trace from SGLang, whose engine lives in a child process
 hypotheses          what else could have moved an answer, each as one change of an input
+on_policy           what rl_on_policy_target changes in SGLang, and what stands for each change alone
 ask                 grounding cases asked of an engine, of the hybrid forward or of a server
 jitter              how far rounding can move an answered point
 compare             two traces aligned: one row per hook point, one value per token

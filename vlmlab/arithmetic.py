@@ -58,23 +58,26 @@ def residual_sum(residual: Tensor, x: Tensor, how: str) -> tuple[Tensor, Tensor 
     """Add a half-block's output to the stream.
 
     Args: residual, x: [T, D]. how: "hf" normalises the rounded sum, "sglang" the unrounded one, "kernel" leaves it to
-    the norm.
+    the norm; "wide" is as "sglang" and never rounds the stream, see vlmlab.on_policy.
     Returns: (stream [T, D] in the storage dtype, what the norm reads [T, D]). The stream has the same bits either way.
     """
     if how == "hf":
-        stream = residual + x
+        stream = (residual + x).to(residual.dtype)
         return stream, stream
     unsummed = Unsummed(residual, x)
     total = unsummed.sum()
-    return total.to(x.dtype), unsummed if how == "kernel" else total
+    if how == "wide":
+        return total, total
+    return total.to(residual.dtype), unsummed if how == "kernel" else total
 
 
 def rms_norm(x: Tensor | Unsummed, weight: Tensor, eps: float, how: str) -> Tensor:
     """RMSNorm over the last axis.
 
     Args: x: [..., D], storage dtype or wider. weight: [D]. how: "hf" rounds, then multiplies by the weight in the
-    storage dtype; "sglang" multiplies in float32 and rounds once; "kernel" is SGLang's kernel, which reads no float32.
-    Returns: [..., D] in the weight's dtype.
+    storage dtype; "sglang" multiplies in float32 and rounds once; "kernel" is SGLang's kernel, which reads no float32;
+    "wide" rounds as "hf" does and not again, see vlmlab.on_policy.
+    Returns: [..., D] in the weight's dtype, float32 for "wide".
     """
     if isinstance(x, Unsummed):
         if how == "kernel":
@@ -84,6 +87,8 @@ def rms_norm(x: Tensor | Unsummed, weight: Tensor, eps: float, how: str) -> Tens
         return kernels.rms_norm(x, weight, eps)
     h = wide(x)
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    if how == "wide":
+        return wide(weight) * h.to(weight.dtype)
     return weight * h.to(weight.dtype) if how == "hf" else (h * weight).to(weight.dtype)
 
 
@@ -287,15 +292,21 @@ def deepstack_sum(residual: Tensor, x: Tensor, features: Tensor, rows: Tensor, h
 
     Args: residual, x: [T, D]. features: [N, D]. rows: [T] bool, the N image tokens. how: "hf" adds the features to the
     rounded sum; "sglang" adds them to the MLP's output first and leaves the sum to the next norm; "residual_first" adds
-    them to the residual first and leaves the sum, too; "once" adds all three and rounds once. The sum of every other
-    token is left to the next norm whatever the order, so that an order alone changes image tokens alone.
-    Returns: (residual [T, D], what is still to be added [T, D]; where nothing is, negative zero, which keeps all bits).
+    them to the residual first and leaves the sum, too; "once" adds all three and rounds once; "in_norm" adds all three
+    and leaves the rounding to the next norm, see vlmlab.on_policy. The sum of every other token is left to the next
+    norm whatever the order, so that an order alone changes image tokens alone.
+    Returns: (residual [T, D], what is still to be added [T, D]). Negative zero, which keeps all bits, stands where one
+    of the two holds everything.
     Source: sglang@0.5.16: srt/layers/communicator.py, post_residual_addition (the residual first, on CUDA).
     """
-    if how in ("hf", "once"):
+    if how in ("hf", "once", "in_norm"):
         stream, pending = residual.clone(), x.clone()
-        summed = (residual if how == "hf" else wide(residual))[rows] + x[rows]
-        stream[rows], pending[rows] = (summed + features).to(residual.dtype), -0.0
+        total = (residual if how == "hf" else wide(residual))[rows] + x[rows] + features
+        if how == "in_norm":
+            pending = wide(pending)
+            stream[rows], pending[rows] = -0.0, total
+        else:
+            stream[rows], pending[rows] = total.to(residual.dtype), -0.0
         return stream, pending
     everywhere = torch.zeros_like(x)
     everywhere[rows] = features

@@ -337,7 +337,7 @@ class Hybrid:
             q = self.by.rms_norm(q, self._weight(f"{layer}.self_attn.q_norm"), self.eps, how)
             k = self.by.rms_norm(k, self._weight(f"{layer}.self_attn.k_norm"), self.eps, how)
         how = plan.how("rotary", i)
-        q, k = (self.by.rotate_text(x, *rotary[how], how) for x in (q, k))
+        q, k = (self.by.rotate_text(x, *rotary[how], how).to(v.dtype) for x in (q, k))
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
         k, v = cache.append(i, k, v)
         attended = self.by.causal_attention(q, k, v, plan.how("attention", i))

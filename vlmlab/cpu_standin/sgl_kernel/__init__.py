@@ -5,13 +5,22 @@ then takes SGLang's own torch path and calls none of these names, so each of the
 called. Two groups must be real: ops looked up under `torch.ops.sgl_kernel` when models are imported, and the few places
 where tensor parallelism assumes CUDA or AMX shared memory.
 
-Source: sglang@0.5.23: srt/models/qwen3_5.py (ops read at import), srt/distributed/parallel_state.py (pynccl, shm).
+SGLang refuses `rl_on_policy_target` without an accelerator. With the environment variable VLMLAB_ON_POLICY_ON_CPU three
+places, and nothing else, are replaced, so that what that argument does in plain torch can be seen: the list of
+attention backends that may be deterministic gets "torch_native"; rotary frequencies, which it computes on the CPU, stay
+there instead of `.cuda()`; `enable_batch_invariant_mode`, which registers Triton kernels for CUDA, does nothing, so
+sums are torch's own. No arithmetic of SGLang's is replaced, and of what a GPU adds nothing is emulated.
+
+Source: sglang@0.5.23: srt/models/qwen3_5.py (ops read at import), srt/distributed/parallel_state.py (pynccl, shm),
+srt/arg_groups/overrides.py (_deterministic_attention_backend), srt/layers/rotary_embedding/base.py (_compute_inv_freq),
+srt/batch_invariant_ops/batch_invariant_ops.py (enable_batch_invariant_mode).
 """
 
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
+import os
 import sys
 import types
 
@@ -82,6 +91,28 @@ def _gloo_only(parallel_state):
     parallel_state.is_shm_available = lambda *args, **kwargs: False
 
 
+def _torch_native_may_be_deterministic(choices):
+    choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
+
+
+def _frequencies_stay(base):
+    """`_compute_inv_freq` makes them on the CPU and ends in `.cuda()`; here that is where they are."""
+    original = base.RotaryEmbedding._compute_inv_freq
+
+    def compute(self, *args):
+        move, torch.Tensor.cuda = torch.Tensor.cuda, lambda tensor: tensor
+        try:
+            return original(self, *args)
+        finally:
+            torch.Tensor.cuda = move
+
+    base.RotaryEmbedding._compute_inv_freq = compute
+
+
+def _no_batch_invariant_kernels(ops):
+    ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
+
+
 class _PatchWhenImported(importlib.abc.MetaPathFinder):
     """Run `patch(module)` right after the module called `name` has been executed."""
 
@@ -108,9 +139,17 @@ class _PatchWhenImported(importlib.abc.MetaPathFinder):
         return spec
 
 
+_PATCHES = {"sglang.srt.distributed.parallel_state": _gloo_only}
+if os.environ.get("VLMLAB_ON_POLICY_ON_CPU"):
+    _PATCHES |= {
+        "sglang.srt.arg_groups.choices": _torch_native_may_be_deterministic,
+        "sglang.srt.layers.rotary_embedding.base": _frequencies_stay,
+        "sglang.srt.batch_invariant_ops.batch_invariant_ops": _no_batch_invariant_kernels,
+    }
+
 sys.meta_path.append(_EmptySubmodules())
-_PARALLEL_STATE = "sglang.srt.distributed.parallel_state"
-if _PARALLEL_STATE in sys.modules:  # SGLang imports it before sgl_kernel
-    _gloo_only(sys.modules[_PARALLEL_STATE])
-else:
-    sys.meta_path.insert(0, _PatchWhenImported(_PARALLEL_STATE, _gloo_only))
+for _name, _patch in _PATCHES.items():
+    if _name in sys.modules:  # SGLang imports it before sgl_kernel
+        _patch(sys.modules[_name])
+    else:
+        sys.meta_path.insert(0, _PatchWhenImported(_name, _patch))
