@@ -250,7 +250,7 @@ def ordered(checkpoints, ask, hf_engines, tmp_path_factory):
     ("family", "order"), [("qwen3_vl", "hf"), ("qwen3_vl", "residual_first"), ("qwen3_vl_moe", "hf")]
 )
 def test_another_deepstack_order_is_that_plan_bit_for_bit_and_no_other(family, order, ordered, hybrids):
-    inputs, hf, trace, _ = ordered(family, order)
+    _, hf, trace, _ = ordered(family, order)
     hybrid = hybrids(family)
     asked = asked_of(hybrid, trace, hf)
     assert trace.info.flags["deepstack_order"] == order
