@@ -270,6 +270,7 @@ def test_another_deepstack_order_changes_the_picture_and_what_sees_it_and_nothin
         assert changed[0] == "layers.0.resid_post"
         same = {name for name in trace.hook_points if name.startswith("vision.")}
         same |= {"layers.0.resid_pre", "layers.0.attn_out", "layers.0.resid_mid", "layers.0.mlp_out"}
+        same.add("layers.0.before_deepstack")
         assert set(changed) == set(trace.hook_points) - same
         first, other = trace["layers.0.resid_post"], default["layers.0.resid_post"]
         assert bitwise_equal(first[~image], other[~image])

@@ -54,7 +54,8 @@ CHANGES: tuple[Change, ...] = (
     Change(
         title="Deepstack order",
         families=(MOE,),
-        what="The next norm adds all three in float32 and reads the unrounded sum; the stream is rounded once.",
+        what="All three are added in float32 within the next norm, which reads the unrounded sum; the stream is "
+        "rounded once.",
         source=_srt("models/qwen3_vl_moe.py, Qwen3MoeLLMModel.forward", "layers/layernorm.py, RMSNorm.forward_native"),
         cause="deepstack_order",
         way="in_norm",
@@ -155,7 +156,7 @@ CHANGES: tuple[Change, ...] = (
     Change(
         title="Batch-invariant kernels",
         families=BOTH,
-        what="Products, means, norms and log-softmax by Triton kernels that add in one order whatever the batch.",
+        what="Matrix products, means, norms and log-softmax by Triton kernels that add in one order at any batch size.",
         source=_srt(
             "model_executor/model_runner.py, ModelRunner.maybe_enable_batch_invariant_mode",
             "batch_invariant_ops/batch_invariant_ops.py, enable_batch_invariant_mode",
@@ -164,7 +165,7 @@ CHANGES: tuple[Change, ...] = (
     Change(
         title="Attention backend",
         families=BOTH,
-        what="One of fa3, fa4, flashinfer, triton (and vendors' own), keys split in a fixed way; others are refused.",
+        what="One of fa3, fa4, flashinfer, triton or a vendor's own, keys split in a fixed way; others are refused.",
         source=_srt(
             "arg_groups/overrides.py, _deterministic_attention_backend",
             "layers/attention/flashattention_backend.py, FlashAttentionBackend.__init__",
@@ -191,7 +192,7 @@ CHANGES: tuple[Change, ...] = (
     Change(
         title="Caches and chunks",
         families=BOTH,
-        what="No prefix cache with most backends, no cache of vision output; with flashinfer chunks of whole tiles.",
+        what="No prefix cache with flashinfer, no cache of vision output, and with flashinfer chunks of whole tiles.",
         source=_srt(
             "arg_groups/attention_hook.py, handle_deterministic_inference",
             "managers/scheduler.py, Scheduler.init_deterministic_inference_config",

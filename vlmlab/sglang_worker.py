@@ -188,7 +188,7 @@ def _all_at_once(hidden: torch.Tensor, residual: torch.Tensor, features: torch.T
 
 
 def _in_place_of_sum(hidden: torch.Tensor, residual: torch.Tensor, features: torch.Tensor, total: torch.Tensor):
-    """Make `hidden` the total at image tokens, which are those with features; leave other tokens' sum to the norm."""
+    """Make `hidden` the total at image tokens, those with features; leave the other tokens' sum to the norm."""
     image = features.any(-1, keepdim=True)
     hidden.copy_(torch.where(image, total.to(hidden.dtype), hidden))
     return residual.masked_fill(image, -0.0)  # added to anything it keeps every bit
