@@ -405,7 +405,7 @@ def sglang_server(checkpoint, log):
         )
     started = [psutil.Process(process.pid)]
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + engine_sglang.START_TIMEOUT_S
         while b"fired up and ready" not in log.read_bytes():
             assert process.poll() is None, log.read_text()[-2000:]
             assert time.monotonic() < end, log.read_text()[-2000:]
