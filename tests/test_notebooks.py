@@ -51,12 +51,13 @@ def test_the_check_can_fail():
 
 
 @pytest.mark.engine
+@pytest.mark.timeout(1800)  # several engine starts and a picture of 1000 x 1000, on two slow cores
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_notebooks_run_and_export(file, traces, tmp_path):
     report, names = tmp_path / "report.html", parameter_names(file)
     has_report = "report" in names
     given = {"report": str(report), "question": REFERENCE_QUESTION, "steps": 24}  # the question of the stored captures
-    given |= {"boxes": 3, "predicted": 2, "side": 160}
+    given |= {"boxes": 2, "predicted": 1, "side": 160}
     executed = run_notebook(file, {name: value for name, value in given.items() if name in names})
     assert not [o for cell in _code(executed) for o in cell.outputs if o.output_type == "error"]
     page = write_html(executed, tmp_path / "page.html", {str(report): report.name}).read_text()

@@ -28,7 +28,7 @@ def parameter_names(notebook: Path) -> set[str]:
     return set(papermill.inspect_notebook(str(notebook)))
 
 
-def run_notebook(notebook: Path, parameters: Mapping[str, Any], timeout_s: int = 600) -> Any:
+def run_notebook(notebook: Path, parameters: Mapping[str, Any], timeout_s: int = 1800) -> Any:
     """Execute a notebook from its own folder.
 
     Args: notebook: file. parameters: for its cell tagged `parameters`. timeout_s: for one cell.
