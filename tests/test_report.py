@@ -196,7 +196,7 @@ def test_chosen_experts_are_told_of_a_mixture_only(investigation):
     flips = (Flips(0, 70, (3, 9), (4,), 1), Flips(1, 70, tuple(range(9)), (), 0))
     mixture = dataclasses.replace(investigation, comparison=dataclasses.replace(investigation.comparison, flips=flips))
     said = report._experts(mixture)
-    assert "9 of 70 tokens go to other experts" in said and "11 such choices over 2 layers, and 1 more" in said
+    assert "10 of 70 tokens go to other experts" in said and "11 such choices over 2 layers, and 1 more" in said
     assert "<td>3, 9</td>" in said and "<td>0, 1, 2, 3, 4, 5, 6, 7, ...</td>" in said
 
 
