@@ -20,7 +20,7 @@ test: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/pytest -n 2 --dist loadfile
+	OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -n 2 --dist loadfile  # two processes whose threads spin halve each other
 
 lab: $(READY)
 	$(VENV)/bin/jupyter lab notebooks

@@ -21,6 +21,7 @@ Spec = dict[str, Any]
 Values = Sequence[float | None]
 
 FLOOR = 1e-9
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 WIDTH, HEIGHT = 620, 260
 BLUE, ORANGE = "#2e86c1", "#d35400"
 GREY = "#808080"  # readable on white and on black
@@ -132,12 +133,25 @@ def _slider(name: str, count: int, start: int, words: str) -> Any:
     return alt.param(name=name, value=start, bind=alt.binding_range(min=0, max=count - 1, step=1, name=f"{words} "))
 
 
-def packed(values: Values) -> list[int | None]:
-    """Hundredths of a decade above the floor, which keep 2 % of a value in three characters; zero is 0."""
-    return [
-        None if v is None or not math.isfinite(v) else max(0, round(100 * math.log10(v / FLOOR))) if v > 0 else 0
-        for v in values
-    ]
+def packed(values: Values) -> str:
+    """Two digits per value, to base 36: hundredths of a decade above the floor, which keep 2 % of it; zero is 00.
+
+    Undefined values become "--", values beyond the last two digits the largest.
+    """
+
+    def digits(v: float | None) -> str:
+        if v is None or not math.isfinite(v):
+            return "--"
+        level = round(100 * math.log10(v / FLOOR)) if v > 0 else 0
+        return "".join(DIGITS[digit] for digit in divmod(min(max(0, level), 36**2 - 1), 36))
+
+    return "".join(digits(v) for v in values)
+
+
+def _unpacked(token: str) -> str:
+    """Vega expression of a token's value. Args: token: expression of its number."""
+    high, low = (f"indexof('{DIGITS}', datum.values[2 * {token} + {k}])" for k in (0, 1))
+    return f"{low} < 0 ? null : {FLOOR} * pow(10, (36 * {high} + {low}) / 100)"
 
 
 def token_charts(
@@ -157,15 +171,14 @@ def token_charts(
     last = [-math.inf if v is None else v for v in values[-1]]
     rows = [{"i": i, "hook": h, "values": packed(v)} for i, (h, v) in enumerate(zip(hookpoints, values, strict=True))]
     data, words = alt.NamedData("values"), alt.NamedData("texts")
-    unpacked = f"{FLOOR} * pow(10, datum.packed / 100)"
     parameters = (
         _slider("layer", len(hookpoints), len(hookpoints) - 1, "hook point"),
         _slider("token", len(last), last.index(max(last)), "token"),
     )
 
     at_layer = alt.Chart(data).transform_filter("datum.i == layer")
-    cells = at_layer.transform_flatten(["values"], as_=["packed"]).transform_window(number="row_number()")
-    cells = cells.transform_calculate(t="datum.number - 1", value=unpacked)
+    cells = at_layer.transform_calculate(t=f"sequence({len(last)})").transform_flatten(["t"])
+    cells = cells.transform_calculate(value=_unpacked("datum.t"))
     tooltip = ["hook:N", alt.Tooltip("t:Q", title="token"), alt.Tooltip("value:Q", title=measure, format=".2e")]
     named = at_layer.mark_text(align="right", dx=-4, dy=-6, color=GREY)
     named = named.encode(x=alt.value(WIDTH), y=alt.value(0), text="hook:N")
@@ -199,7 +212,7 @@ def token_charts(
         )
         upper = alt.layer(ground, cells, named)
 
-    line = alt.Chart(data).transform_calculate(packed="datum.values[token]").transform_calculate(value=unpacked)
+    line = alt.Chart(data).transform_calculate(value=_unpacked("token"))
     line = line.mark_line(color=ORANGE, point=alt.OverlayMarkDef(color=ORANGE)).encode(
         x=_x("i"), y=_y("value", measure), tooltip=["hook:N", alt.Tooltip("value:Q", title=measure, format=".2e")]
     )

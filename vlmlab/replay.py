@@ -185,7 +185,7 @@ def differing(a: Tensor, b: Tensor) -> int:
 
 @torch.no_grad()
 def local_states(
-    hybrid: Hybrid, trace: Trace, asked: Asked, plan: Plan, cache: Cache | None = None
+    hybrid: Hybrid, trace: Trace, asked: Asked, plan: Plan, cache: Cache | None = None, part: str | None = None
 ) -> dict[str, Tensor]:
     """Every operation once more, each from the trace's own captured input, so that no error adds to another.
 
@@ -193,47 +193,64 @@ def local_states(
     deepstack addition where there is one: only Transformers' order reads the stream that stands between.
 
     Args: hybrid: weights and dtype. trace: captured. asked: its input. plan: how. cache: keys and values of earlier
-    tokens, for a decode step; extended.
+    tokens, for a decode step; extended. part: "vision", "language" or None for both.
     Returns: hook point to [T, D] on the CPU; operations whose input was not captured are left out.
     """
-    states: dict[str, Tensor] = {}
+    states = {} if part == "language" else _local_vision(hybrid, trace, asked, plan)
+    if part != "vision":
+        states |= _local_language(hybrid, trace, asked, plan, Cache() if cache is None else cache)
+    return {name: state.cpu() for name, state in states.items() if name in trace}
 
-    def has(*names: str) -> bool:
-        return all(name in trace for name in names)
 
-    def got(name: str) -> Tensor:
-        return trace[name].to(hybrid.device, hybrid.dtype)
+class _Captured:
+    """A trace's tensors as a forward pass reads them."""
 
-    if asked.pixels is not None and asked.grid_thw is not None:
-        grid = int(asked.grid_thw[0, 1]), int(asked.grid_thw[0, 2])
-        rotary = hybrid.vision_rotary(grid)
-        states["vision.patch_embed"] = hybrid.patch_embed(asked.pixels, plan)
-        if has("vision.patch_embed"):
-            states["vision.0.resid_pre"] = hybrid.add_positions(got("vision.patch_embed"), grid, plan)
-        for i in range(hybrid.vision_depth):
-            before, attn_out, middle, mlp_out, after = (
-                f"vision.{i}.{half}" for half in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
-            )
-            if has(before):
-                states[attn_out] = hybrid.vision_attention(i, got(before), rotary, plan)
-            if has(before, attn_out):
-                states[middle] = got(before) + got(attn_out)
-            if has(middle):
-                states[mlp_out] = hybrid.vision_mlp(i, got(middle), plan)
-            if has(middle, mlp_out):
-                states[after] = got(middle) + got(mlp_out)
-            if i in hybrid.deepstack_layers and has(after):
-                k = hybrid.deepstack_layers.index(i)
-                states[f"vision.deepstack.{k}"] = hybrid.deepstack_merger(k, got(after), plan)
-        if has(f"vision.{hybrid.vision_depth - 1}.resid_post"):
-            states["vision.merger"] = hybrid.merger(got(f"vision.{hybrid.vision_depth - 1}.resid_post"), plan)
+    def __init__(self, hybrid: Hybrid, trace: Trace) -> None:
+        self._hybrid, self._trace = hybrid, trace
 
+    def has(self, *names: str) -> bool:
+        return all(name in self._trace for name in names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._trace[name].to(self._hybrid.device, self._hybrid.dtype)
+
+
+def _local_vision(hybrid: Hybrid, trace: Trace, asked: Asked, plan: Plan) -> dict[str, Tensor]:
+    states, got = dict[str, Tensor](), _Captured(hybrid, trace)
+    if asked.pixels is None or asked.grid_thw is None:
+        return states
+    grid = int(asked.grid_thw[0, 1]), int(asked.grid_thw[0, 2])
+    rotary = hybrid.vision_rotary(grid)
+    states["vision.patch_embed"] = hybrid.patch_embed(asked.pixels, plan)
+    if got.has("vision.patch_embed"):
+        states["vision.0.resid_pre"] = hybrid.add_positions(got["vision.patch_embed"], grid, plan)
+    for i in range(hybrid.vision_depth):
+        before, attn_out, middle, mlp_out, after = (
+            f"vision.{i}.{half}" for half in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+        )
+        if got.has(before):
+            states[attn_out] = hybrid.vision_attention(i, got[before], rotary, plan)
+        if got.has(before, attn_out):
+            states[middle] = got[before] + got[attn_out]
+        if got.has(middle):
+            states[mlp_out] = hybrid.vision_mlp(i, got[middle], plan)
+        if got.has(middle, mlp_out):
+            states[after] = got[middle] + got[mlp_out]
+        if i in hybrid.deepstack_layers and got.has(after):
+            k = hybrid.deepstack_layers.index(i)
+            states[f"vision.deepstack.{k}"] = hybrid.deepstack_merger(k, got[after], plan)
+    if got.has(f"vision.{hybrid.vision_depth - 1}.resid_post"):
+        states["vision.merger"] = hybrid.merger(got[f"vision.{hybrid.vision_depth - 1}.resid_post"], plan)
+    return states
+
+
+def _local_language(hybrid: Hybrid, trace: Trace, asked: Asked, plan: Plan, cache: Cache) -> dict[str, Tensor]:
+    states, got = dict[str, Tensor](), _Captured(hybrid, trace)
     seen = _cast(asked.seen, hybrid.dtype)
     deepstack = () if seen is None else seen.deepstack
     rows, text_rotary = hybrid.image_rows(asked.input_ids), hybrid.text_rotary(asked.positions)
-    cache = Cache() if cache is None else cache
     states["layers.0.resid_pre"] = hybrid.embed(asked.input_ids, seen)
-    read: Read | None = got("layers.0.resid_pre") if has("layers.0.resid_pre") else None  # by the next norm
+    read: Read | None = got["layers.0.resid_pre"] if got.has("layers.0.resid_pre") else None  # by the next norm
     for i in range(hybrid.depth):
         before, attn_out, middle, mlp_out, after = (
             f"layers.{i}.{half}" for half in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
@@ -241,23 +258,23 @@ def local_states(
         router = f"layers.{i}.router_logits"
         if read is not None:
             states[attn_out] = hybrid.attention(i, read, text_rotary, plan, cache)
-        read = got(middle) if has(middle) else None
-        if has(before, attn_out):  # the norm may read more than the stream keeps
-            states[middle], read = hybrid.add(got(before), got(attn_out), i, plan)
+        read = got[middle] if got.has(middle) else None
+        if got.has(before, attn_out):  # the norm may read more than the stream keeps
+            states[middle], read = hybrid.add(got[before], got[attn_out], i, plan)
         if read is not None and hybrid.sparse:
             states[router] = hybrid.router_logits(i, read, plan)
-        if read is not None and (has(router) or not hybrid.sparse):
-            states[mlp_out] = hybrid.mlp(i, read, plan, got(router) if hybrid.sparse else None)
-        read = got(after) if has(after) else None
-        if has(middle, mlp_out):
-            residual: Tensor = got(middle)
-            pending: Tensor | None = got(mlp_out)
-            states[f"layers.{i}.before_deepstack"] = got(middle) + got(mlp_out)
+        if read is not None and (got.has(router) or not hybrid.sparse):
+            states[mlp_out] = hybrid.mlp(i, read, plan, got[router] if hybrid.sparse else None)
+        read = got[after] if got.has(after) else None
+        if got.has(middle, mlp_out):
+            residual: Tensor = got[middle]
+            pending: Tensor | None = got[mlp_out]
+            states[f"layers.{i}.before_deepstack"] = got[middle] + got[mlp_out]
             if i < len(deepstack):
-                residual, pending = hybrid.add_deepstack(i, residual, got(mlp_out), deepstack[i], rows, plan)
+                residual, pending = hybrid.add_deepstack(i, residual, got[mlp_out], deepstack[i], rows, plan)
             states[after], read = hybrid.add(residual, pending, i + 1, plan)
     if read is not None:
         states["final_norm"] = hybrid.final_norm(read, plan)
-    if has("final_norm"):
-        states["logits"] = hybrid.logits(got("final_norm"), plan)
-    return {name: state.cpu() for name, state in states.items() if name in trace}
+    if got.has("final_norm"):
+        states["logits"] = hybrid.logits(got["final_norm"], plan)
+    return states

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmlab.causes import Plan, hf_plan, sglang_plan
+from vlmlab.causes import Plan, causes_of, hf_plan, sglang_plan
 from vlmlab.hookpoints import block_of
 from vlmlab.hybrid import Cache, Hybrid
 from vlmlab.kernels import available
@@ -145,11 +145,16 @@ def judge_steps(hybrid: Hybrid, exact: Hybrid, steps: Sequence[tuple[Trace, Aske
     Returns: one Verdict per step.
     """
     exact_cache, plans = Cache(), legal_plans(available(hybrid.device, steps[0][0].info.flags) if steps else ())
-    caches = [Cache() for _ in plans]
+    caches, seeing = [Cache() for _ in plans], causes_of(hybrid.family, "vision")
     verdicts = []
     for trace, asked in steps:
         truth = local_states(exact, trace, asked, hf_plan(), exact_cache)
-        legal = [local_states(hybrid, trace, asked, p, c) for p, c in zip(plans, caches, strict=True)]
+        distinct = {p.key(seeing): p for p in plans}  # the ViT is slow, and few plans differ there
+        vision = {key: local_states(hybrid, trace, asked, p, part="vision") for key, p in distinct.items()}
+        legal = [
+            vision[p.key(seeing)] | local_states(hybrid, trace, asked, p, c, "language")
+            for p, c in zip(plans, caches, strict=True)
+        ]
         ties = _router_ties(exact, trace)
         findings = [
             _find(n, operation_of(n, truth), trace[n], truth[n], [states[n] for states in legal], ties.get(n, []))
