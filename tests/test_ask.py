@@ -167,6 +167,23 @@ def test_ways_share_a_vision_part_and_hypotheses_reach_picture_model_and_frame(c
     assert [o.status for o in found["frame"]] == ["out_of_range"] * 2
 
 
+@pytest.mark.parametrize(("family", "passes"), [("qwen2_vl", 2), ("qwen3_vl", 1)])
+def test_fp8_shares_a_vision_part_where_that_has_none(checkpoints, family, passes, monkeypatch):
+    seen = []
+
+    class Watched(ask.Hybrid):
+        def vision(self, *given):
+            seen.append(super().vision(*given))
+            return seen[-1]
+
+    monkeypatch.setattr(ask, "Hybrid", Watched)
+    (_, case), fp8 = cases(2, (140, 168)), Way(hf_plan().switched("fp8", "channel/token"))
+    ask_hybrid(checkpoints[family], [case], {"hf": Way(hf_plan()), "fp8": fp8})
+    assert len(seen) == passes
+    ask_hybrid(checkpoints[family], [case], {"fp8": fp8})
+    assert torch.equal(seen[-1].features, seen[-2].features) and len(seen) == passes + 1
+
+
 def test_forced_tokens_give_their_logits_and_the_greedy_ones_the_same(checkpoint, posed):
     forward, way = Forward(checkpoint), Way(hf_plan())
     free = forward.ask(posed[0], way)

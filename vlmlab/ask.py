@@ -190,7 +190,8 @@ class Forward:
     def _see(self, hybrid: Hybrid, case: Case, way: Way) -> tuple[Inputs, Seen]:
         """The vision part, once for all ways that share it."""
         picture = way.hypothesis.picture
-        key = (way.dtype, way.plan.key(causes_of(hybrid.family, "vision")), picture)
+        alike = way.plan.key(causes_of(hybrid.family, "vision"), hybrid.fp8.in_vision)
+        key = (way.dtype, alike, picture)
         if key not in self._seen:
             image = case.image if picture is None else picture(case.image)
             inputs = prepare_inputs(self.checkpoint, image, IMAGE_PLACE + case.question)

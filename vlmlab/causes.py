@@ -69,10 +69,10 @@ class Plan:
         ways = tuple(way if i in wanted else self.how(cause, i) for i in range(depth))
         return Plan(self.default, {**self.choices, cause: ways})
 
-    def key(self, causes: Iterable[Cause]) -> tuple:
-        """Equal for plans that compute the given causes, and FP8, alike."""
+    def key(self, causes: Iterable[Cause], fp8: bool = True) -> tuple:
+        """Equal for plans that compute the given causes, and FP8 where it matters, alike."""
         ways = tuple((cause.name, self.choices.get(cause.name, self.default)) for cause in causes)
-        return (*ways, ("fp8", self.choices["fp8"])) if "fp8" in self.choices else ways
+        return (*ways, ("fp8", self.choices["fp8"])) if fp8 and "fp8" in self.choices else ways
 
 
 def causes_of(family: str, part: str | None = None) -> tuple[Cause, ...]:

@@ -77,13 +77,14 @@ class FP8Weights:
 
     Args: config: parsed config.json. weights: all of the checkpoint, as Hybrid names them; FP8 weights and scales move
     out of it. dtype: to compute in; in float64 stored or quantised weights meet unquantised activations.
-    Attributes: declared: what the checkpoint declares, or None.
+    Attributes: declared: what the checkpoint declares, or None. in_vision: whether the ViT has any.
     Raises: VlmlabError: weights, scales and config.json do not fit each other.
     """
 
     def __init__(self, config: Mapping[str, Any], weights: dict[str, Tensor], dtype: torch.dtype) -> None:
         self.declared = None if config.get("quantization_config") is None else read_quantization(config)
-        self._pattern = re.compile(f"{_LANGUAGE}|{_VISION}" if config["model_type"] == "qwen2_vl" else _LANGUAGE)
+        self.in_vision = config["model_type"] == "qwen2_vl"
+        self._pattern = re.compile(f"{_LANGUAGE}|{_VISION}" if self.in_vision else _LANGUAGE)
         self._plain, self._exact = weights, dtype == torch.float64
         self._stored: dict[str, list[Quantized]] = {}
         self._static: dict[str, Tensor] = {}
