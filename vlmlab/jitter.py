@@ -18,8 +18,8 @@ from vlmlab.ask import Forward, Reply, Way
 from vlmlab.errors import VlmlabError
 from vlmlab.grounding import Case, Coordinates, Outcome, judge, wilson_interval
 
-# What legal arithmetic outside the ensemble may do more than the plans in it do. Predicted from an ensemble without the
-# orders of adding deepstack features, and compared with what these do; see LOG.
+# What legal arithmetic outside the ensemble may do more than the plans in it do. Compared with what the
+# orders of adding deepstack features do, of which the ensemble has SGLang's alone, in SGLang's plan; see LOG.
 MARGIN = 2.0
 LIKELY = 10  # tokens whose logits are watched at each step
 MOST_ANSWERS = 64
