@@ -12,11 +12,12 @@ from planted import FAULTS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data.shapes import unseen_texture
+from vlmlab import verdict as judging
 from vlmlab.causes import hf_plan, sglang_plan
 from vlmlab.engine_hf import vision_output
 from vlmlab.hookpoints import FAMILIES, hook_points
 from vlmlab.hybrid import Cache, Seen
-from vlmlab.replay import asked_of, asked_of_step, local_states
+from vlmlab.replay import asked_of, asked_of_step, differing, local_states
 from vlmlab.trace import Trace
 from vlmlab.verdict import MARGIN, OPERATIONS, Verdict, judge, judge_steps, legal_plans, operation_of
 
@@ -407,6 +408,24 @@ def test_legal_plans_are_one_function_in_float64(clean, hybrids):
     assert len(others) >= 3
     for states in others:
         assert all((states[name] - first[name]).norm() <= 1e-13 * first[name].norm() for name in first)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_plan_is_judged_by_its_own_states_though_plans_share_a_vision_part(clean, hybrids, monkeypatch, family):
+    _, _, trace = clean(family)
+    hybrid, exact, given = hybrids(family), hybrids(family, torch.float64), {}
+    find, asked = judging._find, asked_of(hybrid, trace, trace)
+
+    def watched(name, operation, target, truth, legal, alternatives):
+        given[name] = legal
+        return find(name, operation, target, truth, legal, alternatives)
+
+    monkeypatch.setattr(judging, "_find", watched)
+    judge(hybrid, exact, trace, asked)
+    for k, plan in enumerate(legal_plans()):
+        alone = local_states(hybrid, trace, asked, plan)
+        assert alone.keys() == given.keys()
+        assert [name for name in alone if differing(alone[name], given[name][k])] == []
 
 
 def test_every_operation_has_words(checkpoints):
