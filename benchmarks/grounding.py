@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from vlmlab.ask import Way, ask_hybrid
+from vlmlab.ask import Forward, Way, ask_hybrid
 from vlmlab.causes import hf_plan, sglang_plan
 from vlmlab.checkpoint import load_checkpoint
 from vlmlab.grounding import cases, summarise
@@ -27,7 +27,7 @@ def measure(n: int, size: tuple[int, int]) -> dict[str, object]:
     ways = {"hf": Way(hf_plan()), "sglang": Way(sglang_plan()), "float64": Way(hf_plan(), torch.float64)}
     for name, way in ways.items():
         start = time.perf_counter()
-        outcomes = ask_hybrid(checkpoint, posed, {name: way})[name]
+        outcomes = ask_hybrid(Forward(checkpoint), posed, {name: way})[name]
         seconds = time.perf_counter() - start
         condition = summarise(outcomes, name, "")
         figures[f"hybrid {name}, s"] = seconds

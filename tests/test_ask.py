@@ -35,7 +35,7 @@ COLORS = ("red", "blue", "green")
 
 def by_hybrid(checkpoint, posed, *way):
     """Answers of the hybrid forward."""
-    return [outcome.answer for outcome in ask_hybrid(checkpoint, posed, {"": Way(*way)})[""]]
+    return [outcome.answer for outcome in ask_hybrid(Forward(checkpoint), posed, {"": Way(*way)})[""]]
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_ways_share_a_vision_part_and_hypotheses_reach_picture_model_and_frame(c
         "halved": Way(hf_plan(), hypothesis=halved),
         "frame": Way(hf_plan(), hypothesis=Hypothesis(family="qwen2_5_vl")),
     }
-    found = ask_hybrid(checkpoint, posed[:2], ways)
+    found = ask_hybrid(Forward(checkpoint), posed[:2], ways)
     assert len(seen) == 4 and seen[0] > seen[1] and seen[:2] == seen[2:]
     assert [o.hit for o in found["hf"]] == [o.hit for o in found["norm"]] == [True, True]
     assert all(a.answer != b.answer for a, b in zip(found["hf"], found["flat"], strict=True))
@@ -178,9 +178,9 @@ def test_fp8_shares_a_vision_part_where_that_has_none(checkpoints, family, passe
 
     monkeypatch.setattr(ask, "Hybrid", Watched)
     (_, case), fp8 = cases(2, (140, 168)), Way(hf_plan().switched("fp8", "channel/token"))
-    ask_hybrid(checkpoints[family], [case], {"hf": Way(hf_plan()), "fp8": fp8})
+    ask_hybrid(Forward(checkpoints[family]), [case], {"hf": Way(hf_plan()), "fp8": fp8})
     assert len(seen) == passes
-    ask_hybrid(checkpoints[family], [case], {"fp8": fp8})
+    ask_hybrid(Forward(checkpoints[family]), [case], {"fp8": fp8})
     assert torch.equal(seen[-1].features, seen[-2].features) and len(seen) == passes + 1
 
 

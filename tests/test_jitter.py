@@ -14,8 +14,7 @@ from vlmlab.causes import hf_plan
 from vlmlab.errors import VlmlabError
 from vlmlab.grounding import case_of, cases, judge
 from vlmlab.hypotheses import HYPOTHESES, ORDERS
-from vlmlab.jitter import Reach, coverage, legal_reach
-from vlmlab.verdict import legal_plans
+from vlmlab.jitter import Reach, coverage, ensemble, legal_reach
 
 CASE = case_of((1000, 1000), (700, 300, 800, 400), "red", "rectangle")
 END = 13  # token ids 0 to 9 are digits, then "(", ", ", ")" and the end
@@ -98,9 +97,10 @@ def test_nothing_to_predict_from_and_other_cases_are_refused():
 def test_the_embedded_model_moves_inside_its_reach_under_orders_and_outside_without_deepstack(checkpoints):
     checkpoint = checkpoints["qwen3_vl"]
     forward, posed = Forward(checkpoint), cases(3, (160, 160))[1:]
-    reaches = [legal_reach(forward, case, Way(hf_plan()), [Way(plan) for plan in legal_plans()[1:]]) for case in posed]
+    baseline, *plans = ensemble()
+    reaches = [legal_reach(forward, case, baseline, plans) for case in posed]
     orders = {name: Way(hf_plan().switched("deepstack_order", way)) for name, way in ORDERS.items()}
     dropped = {"dropped": Way(hf_plan(), hypothesis=HYPOTHESES["deepstack dropped"])}
-    found = {name: coverage(reaches, o) for name, o in ask_hybrid(checkpoint, posed, orders | dropped).items()}
+    found = {name: coverage(reaches, o) for name, o in ask_hybrid(forward, posed, orders | dropped).items()}
     assert found.pop("dropped").outside == 2
     assert [one.outside for one in found.values()] == [0] * len(ORDERS)

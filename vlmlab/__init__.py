@@ -6,12 +6,12 @@ errors              VlmlabError, the one sentence a person gets instead of a tra
 machine             what this machine has: versions, devices, which engine can run and why not
 metrics             how different two tensors are
 floats              floating-point formats, and rounding to them
+kernels             SGLang's own CUDA kernels, where they can be imported
 fp8                 FP8 weights and activations as SGLang quantizes them, and their product
 fp8_weights         the linears of a checkpoint that compute in FP8, their weights quantised once
 summation           the same numbers added in a chosen order
 tree_boxes          an addition tree as few boxes, what repeats once
 reveal              the order in which a given callable adds, by probing
-kernels             SGLang's own CUDA kernels, where they can be imported
 arithmetic          each debatable step in each engine's way, as pure functions
 reveal_ops          this machine's kernels as callables that sum
 demos               a handful of numbers per cause, computed both ways
@@ -31,7 +31,6 @@ engine_sglang       Trace from SGLang, whose engine lives in a child process
 hypotheses          what else could have moved an answer, each as one change of an input
 on_policy           what rl_on_policy_target changes in SGLang, and what stands for each change alone
 ask                 grounding cases asked of an engine, of the hybrid forward or of a server
-jitter              how far rounding can move an answered point
 compare             two traces aligned: one row per hook point, one value per token
 drift               two generated texts, step by step: distributions, states, growth, ways to compute
 rollout             log-probabilities of tokens that one engine drew and another scores
@@ -39,6 +38,7 @@ sampling            settings that make two texts differ before any rounding does
 capture             both engines on one input, stored on disk and reused
 generation          both engines generate: freely, on the same tokens, in other shapes of work
 verdict             bug or rounding: every operation against the envelope of legal plans
+jitter              how far rounding can move an answered point
 attribution         which cause explains the difference, which engine is closer to the truth
 explorer            any plan on one input, computed when first asked for and remembered
 plots               numbers to figures

@@ -182,6 +182,11 @@ class Forward:
         self._prefills.append((way, found))
         return found
 
+    def fp8_by(self, scheme: str) -> str:
+        """What has computed the products of an FP8 scheme so far, "" where nothing has. Args: scheme: of SCHEMES."""
+        by = [hybrid.fp8.computed_by.get(scheme, set()) for hybrid in self._hybrids.values()]
+        return " and ".join(sorted(set().union(*by)))
+
     def judge(self, case: Case, way: Way) -> Outcome:
         """One judged answer."""
         reply = self.ask(case, way)
@@ -200,13 +205,12 @@ class Forward:
         return self._seen[key]
 
 
-def ask_hybrid(checkpoint: Checkpoint, cases: Sequence[Case], ways: Mapping[str, Way]) -> dict[str, list[Outcome]]:
+def ask_hybrid(forward: Forward, cases: Sequence[Case], ways: Mapping[str, Way]) -> dict[str, list[Outcome]]:
     """Judged answers of the hybrid forward. Every case is asked in all ways before the next, see Forward.
 
-    Args: checkpoint: to load. cases: to ask. ways: by name.
+    Args: forward: of the checkpoint. cases: to ask. ways: by name.
     Returns: one Outcome a case for each name. Raises: VlmlabError: see Forward.ask.
     """
-    forward = Forward(checkpoint)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in ways}
     for case in cases:
         for name, way in ways.items():

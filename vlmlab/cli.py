@@ -253,10 +253,10 @@ def _ground(options: argparse.Namespace) -> int:
 
         import torch
 
-        from vlmlab.ask import Way, ask_hf, ask_hybrid, ask_server, ask_sglang
+        from vlmlab.ask import Forward, Way, ask_hf, ask_hybrid, ask_server, ask_sglang
         from vlmlab.causes import hf_plan, sglang_plan
         from vlmlab.checkpoint import load_checkpoint
-        from vlmlab.fp8_weights import IMPLEMENTATION, SCHEMES
+        from vlmlab.fp8_weights import SCHEMES
         from vlmlab.grounding import BOX_QUESTION, POINT_QUESTION, cases, judge, paired, summarise
         from vlmlab.hypotheses import ORDERS, of_family, orders_of
 
@@ -283,8 +283,9 @@ def _ground(options: argparse.Namespace) -> int:
         if options.hypotheses:
             orders = orders_of(checkpoint.family).items()
             ways |= {name: Way(hf_plan().switched("deepstack_order", way)) for name, way in orders}
+        scheme_of = {f"{name}, FP8 {scheme}": scheme for scheme in schemes for name in ways}
         ways |= {
-            f"{name}, FP8 {scheme} ({IMPLEMENTATION})": Way(way.plan.switched("fp8", scheme), way.dtype)
+            f"{name}, FP8 {scheme}": Way(way.plan.switched("fp8", scheme), way.dtype)
             for scheme in schemes
             for name, way in ways.items()
         }
@@ -292,7 +293,11 @@ def _ground(options: argparse.Namespace) -> int:
             ways |= {name: Way(hf_plan(), hypothesis=change) for name, change in of_family(checkpoint.family).items()}
         if ways:
             say(f"asking the hybrid forward in {len(ways)} ways")
-        computed = ask_hybrid(checkpoint, posed, ways)
+        forward = Forward(checkpoint)
+        computed = {
+            f"{name} ({forward.fp8_by(scheme_of[name])})" if name in scheme_of else name: outcomes
+            for name, outcomes in ask_hybrid(forward, posed, ways).items()
+        }
         if options.base_url is not None:
             asked.append((options.served_model, "server", served))
     judged = [

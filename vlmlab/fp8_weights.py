@@ -1,7 +1,6 @@
 """The linears of a checkpoint that compute in FP8: stored so or quantised here, once; and their products.
 
 SCHEMES         "weight/activation", the ways a plan can choose as its `fp8`
-IMPLEMENTATION  what computes the products
 FP8Weights      a checkpoint's FP8 linears
 
 Quantised is what SGLang quantises on CUDA: in the language model all linears but the router and the head, experts
@@ -11,6 +10,9 @@ checkpoint says itself which of these it left out.
 Linears that SGLang fuses (qkv, gate_up) are one weight with its scales: measured over all of it when quantised here,
 each part's own when stored. Blocks stay with their part, so a part may end inside a block; SGLang refuses to fuse such
 parts ("not divisible by weight quantization block_n"), and experts likewise.
+
+On CUDA, SGLang's own kernels quantise and multiply where kernels.fp8_kernel has one: dynamic activations, no experts.
+All else is emulated in plain torch.
 
 Experts have other kernels. Quantised here they get one scale per expert and linear, of gate and up together, also under
 "channel", as `--quantization fp8` does while its other linears are "channel/token"; stored ones keep theirs. Their
@@ -33,6 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vlmlab import kernels
 from vlmlab.errors import VlmlabError
 from vlmlab.fp8 import (
     Quantization,
@@ -57,7 +60,7 @@ SCHEMES = (
     "block/group",
     "block/none",
 )
-IMPLEMENTATION = "emulated"  # plain torch, on every device; never SGLang's kernels
+EMULATED = "emulated"  # in plain torch
 _LANGUAGE = r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj|mlp\.experts\.(gate_up|down)_proj)"
 _VISION = r"visual\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.fc[12])|merger\.mlp\.[02])"
 _OF_EXPERTS = {"tensor": "tensor", "channel": "token", "block": "group"}
@@ -77,7 +80,8 @@ class FP8Weights:
 
     Args: config: parsed config.json. weights: all of the checkpoint, as Hybrid names them; FP8 weights and scales move
     out of it. dtype: to compute in; in float64 stored or quantised weights meet unquantised activations.
-    Attributes: declared: what the checkpoint declares, or None. in_vision: whether the ViT has any.
+    Attributes: declared: what the checkpoint declares, or None. in_vision: whether the ViT has any. computed_by: what
+    a plan said for "fp8" to what has computed its products so far, EMULATED or kernels.
     Raises: VlmlabError: weights, scales and config.json do not fit each other.
     """
 
@@ -89,6 +93,7 @@ class FP8Weights:
         self._stored: dict[str, list[Quantized]] = {}
         self._static: dict[str, Tensor] = {}
         self._kept: dict[tuple, _Fused] = {}
+        self.computed_by: dict[str, set[str]] = {}
         names = [name for name in weights if not name.endswith(("_scale", "_scale_inv"))]
         for name in names:
             self._check(name, weights[name].dtype == torch.float8_e4m3fn)
@@ -170,7 +175,8 @@ class FP8Weights:
         weight, activation = scheme
         static = torch.stack([self._static[module] for module in modules]).max() if activation == "tensor" else None
         fused = self._fused(tuple(modules), weight)
-        out = [_product(x, w, b, activation, static) for w, b in zip(fused.weights, fused.biases, strict=True)]
+        pairs = zip(fused.weights, fused.biases, strict=True)
+        out = [self._product(x, w, b, activation, static, how) for w, b in pairs]
         return list(torch.cat(out, -1).split(fused.heights, -1)) if len(modules) > 1 else out
 
     def _fused(self, modules: tuple[str, ...], granularity: str) -> _Fused:
@@ -179,9 +185,9 @@ class FP8Weights:
             if modules[0] in self._stored:
                 parts = [part for module in modules for part in self._stored[module]]
             else:
-                plain = [self._plain[f"{module}.weight"].float() for module in modules]
+                plain = [self._plain[f"{module}.weight"] for module in modules]
                 whole = plain if granularity == "block" else [torch.cat(plain)]
-                parts = [quantize_weight(weight, granularity) for weight in whole]
+                parts = [_quantize(weight, granularity) for weight in whole]
             heights = [len(part.values) for part in parts]
             if len(parts) < len(modules):
                 heights = [len(self._plain[f"{module}.weight"]) for module in modules]
@@ -207,7 +213,8 @@ class FP8Weights:
         rows = torch.cat(list(parts.values()))
         static = dynamic_scale(rows) if activation == "tensor" and not self._exact else None
         weights = self._experts(name, granularity).weights
-        return {expert: _product(part, weights[expert], None, activation, static) for expert, part in parts.items()}
+        self.computed_by.setdefault(how, set()).add(EMULATED)
+        return {expert: _emulated(part, weights[expert], None, activation, static) for expert, part in parts.items()}
 
     def _experts(self, name: str, granularity: str) -> _Fused:
         if (name, granularity) not in self._kept:
@@ -215,8 +222,34 @@ class FP8Weights:
             self._kept[name, granularity] = _Fused(self._ready(experts), [], [])
         return self._kept[name, granularity]
 
+    def _product(
+        self,
+        x: Tensor,
+        weight: Quantized | Tensor,
+        bias: Tensor | None,
+        activation: str,
+        static: Tensor | None,
+        how: str,
+    ) -> Tensor:
+        kernel = ""
+        if isinstance(weight, Quantized) and activation in ("token", "group"):
+            kernel = kernels.fp8_kernel(x, weight.values, weight.granularity == "block")
+        self.computed_by.setdefault(how, set()).add(kernel or EMULATED)
+        if kernel and isinstance(weight, Quantized):
+            return kernels.fp8_linear(x, weight.values, weight.scale, bias, weight.granularity == "block")
+        return _emulated(x, weight, bias, activation, static)
+
     def _ready(self, parts: list[Quantized]) -> Sequence[Quantized | Tensor]:
         return [dequantize(part) for part in parts] if self._exact else parts
+
+
+def _quantize(weight: Tensor, granularity: str) -> Quantized:
+    """As SGLang does when it loads a checkpoint in bfloat16, in whatever dtype it is held. Args: weight: [N, K]."""
+    made, narrow = quantize_weight(weight.float(), granularity), weight.bfloat16()
+    by_kernel = granularity == "channel" and kernels.fp8_kernel(narrow, made.values, blocks=False)
+    if by_kernel and torch.equal(narrow.to(weight.dtype), weight):
+        return Quantized(*kernels.quantize_rows(narrow), granularity)
+    return made
 
 
 def _quantize_expert(weight: Tensor, granularity: str) -> Quantized:
@@ -226,7 +259,7 @@ def _quantize_expert(weight: Tensor, granularity: str) -> Quantized:
     return quantize_activation(weight, "tensor", dynamic_scale(weight))
 
 
-def _product(
+def _emulated(
     x: Tensor, weight: Quantized | Tensor, bias: Tensor | None, activation: str, static: Tensor | None
 ) -> Tensor:
     if isinstance(weight, Tensor):

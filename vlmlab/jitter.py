@@ -1,5 +1,6 @@
 """How far rounding can move an answered point, told before any other plan decodes.
 
+ensemble        the legal plans, all with one order of adding deepstack features
 legal_reach     one case: every answer that legal arithmetic can reach, and the rectangle around their points
 Reach           these, and whether another answer lies inside
 coverage        how often answers of another way lie inside
@@ -17,9 +18,10 @@ from torch import Tensor
 from vlmlab.ask import Forward, Reply, Way
 from vlmlab.errors import VlmlabError
 from vlmlab.grounding import Case, Coordinates, Outcome, judge, wilson_interval
+from vlmlab.verdict import legal_plans
 
-# What legal arithmetic outside the ensemble may do more than the plans in it do. Compared with what the
-# orders of adding deepstack features do, of which the ensemble has SGLang's alone, in SGLang's plan; see LOG.
+# What legal arithmetic outside the ensemble may do more than the plans in it do. Compared with what other orders of
+# adding deepstack features do, of which the ensemble has none; see LOG.
 MARGIN = 2.0
 LIKELY = 10  # tokens whose logits are watched at each step
 MOST_ANSWERS = 64
@@ -50,6 +52,16 @@ class Reach:
             return any((o.answer, o.point) == (other.answer, other.point) for o in self.answers)
         (x, y), (x1, y1, x2, y2) = other.point, self.box
         return x1 <= x <= x2 and y1 <= y <= y2
+
+
+def ensemble(scheme: str | None = None) -> list[Way]:
+    """The legal plans, the baseline first. All add deepstack features as Transformers does: how far another order moves
+    an answer is to be predicted, not shown to the prediction.
+
+    Args: scheme: of fp8_weights.SCHEMES, for all of them.
+    """
+    plans = [plan.switched("deepstack_order", "hf") for plan in legal_plans()]
+    return [Way(plan if scheme is None else plan.switched("fp8", scheme)) for plan in plans]
 
 
 def legal_reach(forward: Forward, case: Case, baseline: Way, plans: Sequence[Way]) -> Reach:
