@@ -13,6 +13,7 @@ off the distance between Transformers and SGLang. They sum to what all of them t
 import inspect
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,20 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmlab import arithmetic
+from vlmlab import arithmetic, store
 from vlmlab.causes import Cause, Plan, causes_of, hf_plan, sglang_plan
 from vlmlab.checkpoint import Checkpoint
 from vlmlab.compare import check_comparable
 from vlmlab.errors import VlmlabError
 from vlmlab.hybrid import Hybrid
 from vlmlab.kernels import available
-from vlmlab.metrics import rel_l2_error
-from vlmlab.replay import Asked, Closure, asked_of, closure, differing, run_answer, run_plan, save_difference
+from vlmlab.metrics import digest, rel_l2_error
+from vlmlab.passes import Pass, Passes
+from vlmlab.replay import Asked, Closure, asked_of, differing, run_answer, save_difference, walk_plan
 from vlmlab.routing import flipped_tokens
 from vlmlab.trace import Trace
-from vlmlab.verdict import Finding, Verdict, judge
-
-PARTS = ("vision", "language")
+from vlmlab.verdict import Finding, Verdict, judge, verdict_on
 
 # Where a cause's way is chosen: function of arithmetic, its argument that names the way, and the argument that a
 # control moves. The eps of the ViT's norms is no function of its own.
@@ -129,45 +129,45 @@ def _rms(errors: Tensor) -> float:
 
 
 def attribute(
-    hybrid: Hybrid, asked: Asked, part: str, start: Plan, goal: Plan, say: Callable[[str], None] = print
+    passes: Passes, asked: Asked, part: str, start: Plan, goal: Plan, say: Callable[[str], None] = print
 ) -> Attribution:
     """Every cause of a part on one input.
 
-    Args: hybrid: in the engines' dtype. asked: input. part: "vision" or "language". start: Transformers' plan. goal:
-    SGLang's. say: called with one line per phase.
+    Args: passes: over the engines' weights. asked: input. part: "vision" or "language". start: Transformers' plan.
+    goal: SGLang's. say: called with one line per phase.
     Returns: Attribution. Raises: VlmlabError: the input has no such part.
     """
+    hybrid = passes.hybrid
     end, causes = part_end(hybrid, part), causes_of(hybrid.family, part)
-    base = run_plan(hybrid, asked, start, part)
-    target = run_plan(hybrid, asked, goal, part)
-    if end not in base:
+    if part not in asked.parts:
         raise VlmlabError(f"no evidence: the input has no {part} part")
-    hookpoints, count = list(base), hybrid.experts_per_token
+    before, after = (passes.get(asked, part, plan) for plan in (start, goal))
+    base, target, count = before.states, after.states, hybrid.experts_per_token
     flipped = flipped_tokens(base, target, count)
 
-    def run(plan: Plan) -> dict[str, Tensor]:
-        """A plan's states; tokens it routes differently are left out of every distance."""
+    def run(plan: Plan) -> Pass:
+        """A plan's pass; tokens it routes differently are left out of every distance."""
         nonlocal flipped
-        states = run_plan(hybrid, asked, plan, part)
-        flips = flipped_tokens(base, states, count)
+        found = passes.get(asked, part, plan)
+        flips = flipped_tokens(base, found.states, count)
         flipped = flips if flipped is None or flips is None else flipped | flips
-        return states
+        return found
 
     say(f"{part}: {len(causes)} causes one at a time")
     ends, changed, live = {frozenset[str](): base[end]}, {}, []
     for cause in causes:
         on = run(start.switched(cause.name, goal.how(cause.name)))
-        ends[frozenset({cause.name})] = on[end]
-        changed[cause.name] = [name for name in hookpoints if differing(on[name], base[name])]
+        ends[frozenset({cause.name})] = on.states[end]
+        changed[cause.name] = [name for name, bits in on.bits.items() if bits != before.bits[name]]
         off = run(goal.switched(cause.name, start.how(cause.name)))
-        if changed[cause.name] or any(differing(off[name], target[name]) for name in hookpoints):
+        if changed[cause.name] or off.bits != after.bits:
             live.append(cause)
     say(f"{part}: {2 ** len(live)} combinations of {len(live)} live causes")
     for chosen in _larger_subsets(live):
         plan = start
         for cause in chosen:
             plan = plan.switched(cause.name, goal.how(cause.name))
-        ends[frozenset(c.name for c in chosen)] = run(plan)[end]
+        ends[frozenset(c.name for c in chosen)] = run(plan).states[end]
     total = _distance(base[end], target[end], flipped)
     worth = {chosen: total - _distance(state, target[end], flipped) for chosen, state in ends.items()}
     names = [cause.name for cause in live]
@@ -175,7 +175,7 @@ def attribute(
     effects = []
     for cause in causes:
         name, is_live, only = cause.name, cause in live, frozenset({cause.name})
-        acts = None if is_live else control(hybrid, asked, cause, goal)
+        acts = None if is_live else control(passes, asked, cause, start, goal)
         left_out = total - worth[frozenset(names) - only] if is_live else None
         cumulative = total - worth[frozenset(names[: names.index(name) + 1])] if is_live else None
         distance = _distance(base[end], ends[only], flipped)
@@ -272,25 +272,37 @@ def _moved(value: Any) -> Any:
     return [_moved(part) for part in value] if isinstance(value, list) else value * (1 + 2**-7)
 
 
-def control(hybrid: Hybrid, asked: Asked, cause: Cause, goal: Plan) -> bool:
+class _Differs(Exception):
+    pass
+
+
+def control(passes: Passes, asked: Asked, cause: Cause, start: Plan, goal: Plan) -> bool:
     """Whether SGLang's way of a cause is really taken and really computes.
 
     What the step reads is moved by one unit in the last place, in calls that go SGLang's way only: that must show.
 
-    Args: hybrid, asked, goal: as in attribute. cause: any. Returns: whether any hook point's bits changed.
+    Args: passes, asked, start, goal: as in attribute. cause: any.
+    Returns: whether any hook point's bits changed; the pass ends at the first.
     """
-    plan = hf_plan().switched(cause.name, goal.how(cause.name))
-    before = run_plan(hybrid, asked, plan, cause.part)
+    hybrid, plan = passes.hybrid, start.switched(cause.name, goal.how(cause.name))
+    before = passes.get(asked, cause.part, plan).bits
+
+    def record(name: str, state: Tensor) -> None:
+        if digest(state) != before[name]:
+            raise _Differs
+
     kept, eps = hybrid.by, hybrid.eps
     try:
         if cause.name in STEPS:
             hybrid.by = _Nudging(*STEPS[cause.name])
         else:  # only SGLang's ViT norms read the text model's eps
             hybrid.eps = 1000 * eps
-        after = run_plan(hybrid, asked, plan, cause.part)
+        walk_plan(hybrid, asked, plan, cause.part, record)
+    except _Differs:
+        return True
     finally:
         hybrid.by, hybrid.eps = kept, eps
-    return any(differing(after[name], before[name]) for name in before)
+    return False
 
 
 # ---------------------------------------------------------------------------------------------------- truth
@@ -423,45 +435,62 @@ def near_tie(logits: Tensor) -> bool:
 
 
 def explain(
-    hybrid: Hybrid,
-    exact: Hybrid,
-    hf: Trace,
-    sglang: Trace,
-    say: Callable[[str], None] = print,
-    unexplained: Path | None = None,
+    passes: Passes, hf: Trace, sglang: Trace, say: Callable[[str], None] = print, unexplained: Path | None = None
 ) -> Explanation:
     """Explain the difference between two traces of one input.
 
-    Args: hybrid: the checkpoint in the traces' dtype. exact: in float64. hf, sglang: traces. say: called with one line
-    per phase. unexplained: folder that gets `unexplained-ENGINE.safetensors`, the first operation whose bits its
+    Args: passes: over the checkpoint, in the traces' dtype and in float64. hf, sglang: traces. say: called with one
+    line per phase. unexplained: folder that gets `unexplained-ENGINE.safetensors`, the first operation whose bits its
     engine's plan does not reproduce, with what it read; no file where closure holds.
     Returns: Explanation. Raises: VlmlabError: different weights or inputs, or nothing to compare.
     """
     check_comparable(hf, sglang)
-    kernels = available(hybrid.device, sglang.info.flags)
+    hybrid, kernels = passes.hybrid, available(passes.hybrid.device, sglang.info.flags)
     start, goal = hf_plan(hf.info.attention), sglang_plan(kernels)
-    verdicts, closures = {}, {}
+    verdicts, closures, asked = {}, {}, {}
     for trace, plan in ((hf, start), (sglang, goal)):
-        engine, asked = trace.info.engine, asked_of(hybrid, trace, hf)
-        say(f"{trace.info.release}: verdict")
-        verdicts[engine] = judge(hybrid, exact, trace, asked)
-        states = run_plan(hybrid, asked, plan)
-        closures[engine] = closure(trace, states)
+        engine = trace.info.engine
+        asked[engine] = asked_of(hybrid, trace, hf)
+        say(f"{trace.info.release}: closure")
+        closures[engine], states = passes.closure(trace, asked[engine], plan)
         missed = closures[engine].first
         if unexplained is not None and missed is not None:
             save_difference(unexplained / f"unexplained-{engine}.safetensors", hybrid, trace, states, missed)
-    theirs = states  # what was computed last: SGLang's pass, on SGLang's input
-    parts = PARTS if asked.pixels is not None else ("language",)
-    attributions = tuple(attribute(hybrid, asked, part, start, goal, say) for part in parts)
+        say(f"{trace.info.release}: verdict")
+        verdicts[engine] = verdict_of(passes, trace, asked[engine])
+    theirs = asked[sglang.info.engine]
+    attributions = tuple(attribute(passes, theirs, part, start, goal, say) for part in theirs.parts)
     say("float64: the truth")
-    truth, ours = (run_plan(h, asked, start) for h in (exact, hybrid))
+    truth, ours, others = (dict[str, Tensor]() for _ in range(3))
+    for part in theirs.parts:
+        truth |= passes.truth(theirs, part).states
+        ours |= passes.get(theirs, part, start).states
+        others |= passes.get(theirs, part, goal).states
     names = [name for name in truth if name.endswith("resid_post") or name in ("vision.merger", "final_norm", "logits")]
     return Explanation(
         verdicts,
         closures,
         kernels,
         attributions,
-        closer_to_truth(truth, ours, theirs, names, hybrid.experts_per_token),
+        closer_to_truth(truth, ours, others, names, hybrid.experts_per_token),
         {trace.info.engine: near_tie(trace["logits"]) for trace in (hf, sglang)},
         {trace.info.engine: int(trace["logits"].float().argmax()) for trace in (hf, sglang)},
     )
+
+
+def verdict_of(passes: Passes, trace: Trace, asked: Asked) -> Verdict:
+    """The verdict on a prefill, from the store where passes are kept there.
+
+    Args: passes: see explain. trace: the target. asked: its input. Returns: Verdict, see verdict.judge.
+    """
+    captured = [passes.bits_of(trace), *(asked.digest(part) for part in asked.parts), trace.info.flags]
+    name = store.key_of("verdict", {"of": passes.key("of", captured)}, ("verdict",)) if passes.stored else None
+    findings = None if name is None else store.read_json(name)
+    if findings is None:
+        began = time.perf_counter()
+        verdict = judge(passes.hybrid, passes.exact, trace, asked)
+        if name is not None:
+            store.write_json(name, [asdict(finding) for finding in verdict.findings])
+            store.note({"verdict": trace.info.engine, "seconds": time.perf_counter() - began})
+        return verdict
+    return verdict_on([Finding(**finding) for finding in findings])

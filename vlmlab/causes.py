@@ -69,6 +69,22 @@ class Plan:
         ways = tuple(way if i in wanted else self.how(cause, i) for i in range(depth))
         return Plan(self.default, {**self.choices, cause: ways})
 
+    def agrees(self, other: "Plan", causes: Iterable[Cause], depth: int) -> int:
+        """How many layers, from the first, two plans compute alike; 0 where they part before it.
+
+        Args: causes: of one part. depth: its layers.
+        """
+        if self.choices.get("fp8") != other.choices.get("fp8"):
+            return 0
+        alike = depth
+        for cause in causes:
+            if cause.layered:
+                ways = (self.how(cause.name, i) == other.how(cause.name, i) for i in range(alike))
+                alike = next((i for i, same in enumerate(ways) if not same), alike)
+            elif cause.name != "head" and self.how(cause.name) != other.how(cause.name):  # the head comes last
+                return 0
+        return alike
+
     def key(self, causes: Iterable[Cause], fp8: bool = True) -> tuple:
         """Equal for plans that compute the given causes, and FP8 where it matters, alike."""
         ways = tuple((cause.name, self.choices.get(cause.name, self.default)) for cause in causes)

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,11 @@ class Progress:
             self._task = self._bar.add_task(phase, total=None)
         else:
             self._print(f"[{self._began - self._start:5.1f} s] {phase}")
+
+    def line(self, text: str) -> None:
+        """A result, on standard output, at once; the phase before it ends."""
+        self._end()
+        print(text, flush=True)
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False)
@@ -157,11 +163,9 @@ def _explain(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     with Progress() as say:
         say("importing")
-        import torch
-
         from vlmlab.attribution import explain
         from vlmlab.checkpoint import checkpoint_of
-        from vlmlab.hybrid import Hybrid
+        from vlmlab.passes import Passes
         from vlmlab.trace import load_trace, write_json
 
         if options.run_folder:
@@ -171,8 +175,7 @@ def _explain(options: argparse.Namespace) -> int:
             hf, sglang, out = _capture(options, say)
         say("reading the weights")
         checkpoint = checkpoint_of(hf.info.weights_hash, hf.info.model, options.model)
-        hybrid, exact = Hybrid(checkpoint), Hybrid(checkpoint, torch.float64)
-        explanation = explain(hybrid, exact, hf, sglang, say=say, unexplained=out)
+        explanation = explain(Passes.of(checkpoint), hf, sglang, say=say, unexplained=out)
     result = explanation.json() | {"seconds": {**say.seconds, "total": time.perf_counter() - start}}
     write_json(out / "explanation.json", result)
     if options.json:
@@ -409,8 +412,10 @@ def _print_explanation(explanation: "Explanation") -> None:
 
 
 def _capture(options: argparse.Namespace, say: Progress) -> tuple["Trace", "Trace", Path]:
-    from vlmlab.capture import capture_hf, capture_sglang, capture_steps
+    from vlmlab.capture import capture_both
     from vlmlab.checkpoint import load_checkpoint
+    from vlmlab.engines import Engines
+    from vlmlab.generation import capture_answers
     from vlmlab.inputs import load_image, load_prompt, prepare_inputs, reference_inputs
     from vlmlab.trace import save_trace
 
@@ -427,17 +432,18 @@ def _capture(options: argparse.Namespace, say: Progress) -> tuple["Trace", "Trac
     if image is not None or prompt is not None:
         inputs = prepare_inputs(checkpoint, image or inputs.image, prompt or inputs.text)
     out = Path(options.out) if options.out else Path("runs") / f"{Path(checkpoint.name).name}-{inputs.hash[:8]}"
-    hf = capture_hf(checkpoint, inputs, fresh=options.fresh, attention=options.attention, say=say)
-    save_trace(hf, out / "hf")
-    sglang = capture_sglang(checkpoint, inputs, hf, fresh=options.fresh, engine_args=engine_args, say=say)
-    save_trace(sglang, out / "sglang")
-    if options.decode:
-        steps = capture_steps(
-            checkpoint, inputs, hf, options.decode, fresh=options.fresh, engine_args=engine_args, say=say
-        )
-        for k, pair in enumerate(steps):
-            for trace in pair:
-                save_trace(trace, out / "decode" / trace.info.engine / f"step_{k}")
+    about = {"fresh": options.fresh, "engine_args": engine_args, "say": say}
+    with Engines(checkpoint, options.attention, engine_args) as engines:
+        hf, sglang = capture_both(checkpoint, inputs, attention=options.attention, engines=engines, **about)
+        for trace in (hf, sglang):
+            save_trace(trace, out / trace.info.engine)
+        if options.decode:
+            answers = capture_answers(
+                checkpoint, inputs, hf, sglang, options.decode, shapes=False, engines=engines, **about
+            )
+            for k, pair in enumerate(answers.pairs):
+                for trace in pair:
+                    save_trace(trace, out / "decode" / trace.info.engine / f"step_{k}")
     return hf, sglang, out
 
 
@@ -478,31 +484,42 @@ def _show(number: float | None) -> str:
 
 
 def _notebooks(options: argparse.Namespace) -> int:
-    """Capture once, then execute every notebook on the stored captures and export it."""
+    """Capture once and write the report; then execute every notebook on the stored captures and export it."""
     start = time.perf_counter()
     with Progress() as say:
         say("importing")
         from vlmlab.capture import capture_both
         from vlmlab.checkpoint import load_checkpoint
-        from vlmlab.compare import compare_traces
+        from vlmlab.engines import Engines
+        from vlmlab.generation import STEPS, capture_answers
         from vlmlab.inputs import reference_inputs
         from vlmlab.notebooks import parameter_names, run_notebook, write_html
+        from vlmlab.passes import counted
+        from vlmlab.report import investigate, write_report
 
+        out, began = Path(options.out), datetime.now(UTC).isoformat(timespec="seconds")
         checkpoint = load_checkpoint(options.model)
-        inputs = reference_inputs(checkpoint)
-        comparison = compare_traces(*capture_both(checkpoint, inputs, fresh=options.fresh, say=say))
-        report = Path(options.out).resolve() / "report.html"
-        given = {"report": str(report)} | ({} if options.model is None else {"model": str(checkpoint.folder)})
-        written = [report]
+        with Engines(checkpoint) as engines:
+            engines.sglang_soon()
+            inputs = reference_inputs(checkpoint)
+            about = {"fresh": options.fresh, "say": say, "engines": engines}
+            hf, sglang = capture_both(checkpoint, inputs, **about)
+            answers = capture_answers(checkpoint, inputs, hf, sglang, STEPS, shapes=False, **about)
+            run = investigate(checkpoint, hf, sglang, answers.pairs, say)
+            say("writing the report")
+            write_report(out / "report.html", [run])
+            say.line(f"{out / 'report.html'}\n{run.comparison.summary()} ({time.perf_counter() - start:.0f} s)")
+            capture_answers(checkpoint, inputs, hf, sglang, STEPS, **(about | {"fresh": False}))
+        given = {} if options.model is None else {"model": str(checkpoint.folder)}
         for notebook in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
-            say(f"notebook {notebook.stem}")
+            say(f"notebook {notebook.stem.replace('_', ' ')}")
             names = parameter_names(notebook)
             executed = run_notebook(notebook, {name: value for name, value in given.items() if name in names})
-            private = {str(checkpoint.folder): checkpoint.name, str(report): report.name}
-            written.append(write_html(executed, Path(options.out) / f"{notebook.stem}.html", private))
-    for file in written:
-        print(Path(options.out) / file.name)
-    print(f"{comparison.summary()} ({time.perf_counter() - start:.0f} s)")
+            page = write_html(executed, out / f"{notebook.stem}.html", {str(checkpoint.folder): checkpoint.name})
+            say.line(str(out / page.name))
+    passes = counted(began)
+    print(f"{len(passes)} forward passes computed, {sum(n > 1 for n in passes.values())} of them more than once")
+    print(f"all done ({time.perf_counter() - start:.0f} s)")
     return 0
 
 

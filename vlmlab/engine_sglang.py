@@ -122,6 +122,7 @@ class SGLangEngine:
         timeout: float = START_TIMEOUT_S,
         log: Path | None = None,
         deepstack_order: str = "sglang",
+        wait: bool = True,
     ) -> None:
         check_deepstack_order(checkpoint, deepstack_order)
         failed = [check for check in engine_checks() if check.engine == "sglang" and not check.ok]
@@ -140,15 +141,16 @@ class SGLangEngine:
         self.log = log or self._control / "engine.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._process: subprocess.Popen | None = None
-        start = time.perf_counter()
+        self._timeout, self._begun, self.seconds = timeout, time.perf_counter(), dict[str, float]()
         try:
-            self._start(timeout)
+            self._start()
         except BaseException:
             self.close()
             raise
-        self.seconds = {"start": time.perf_counter() - start}
+        if wait:
+            self.ready()
 
-    def _start(self, timeout: float) -> None:
+    def _start(self) -> None:
         arguments = self.arguments | {"model_path": str(self.checkpoint.folder), "forward_hooks": self._hook_specs()}
         with open(self.log, "wb") as log:
             self._process = subprocess.Popen(
@@ -160,9 +162,19 @@ class SGLangEngine:
                 start_new_session=True,  # a group of its own: Ctrl-C reaches us, and we end the whole group by its id
             )
         self._send(arguments)
-        reply = self._receive(timeout, "start")
-        if "error" in reply:
-            raise VlmlabError(f"the SGLang engine did not start: {reply['error']}\n{self._log_lines()}")
+
+    def ready(self) -> None:
+        """Wait until it has started. Raises: VlmlabError: it does not, see open_sglang; it is closed then."""
+        if self.seconds:
+            return
+        try:
+            reply = self._receive(max(0.0, self._begun + self._timeout - time.perf_counter()), "start")
+            if "error" in reply:
+                raise VlmlabError(f"the SGLang engine did not start: {reply['error']}\n{self._log_lines()}")
+        except BaseException:
+            self.close()
+            raise
+        self.seconds = {"start": time.perf_counter() - self._begun}
 
     def _hook_specs(self) -> list[dict[str, Any]]:
         control = str(self._control)
@@ -231,6 +243,7 @@ class SGLangEngine:
         it may choose. copies: equal requests at once.
         Returns: token ids. Raises: VlmlabError: the engine refused or died.
         """
+        self.ready()
         request: dict[str, Any] = {"max_new_tokens": max_new_tokens, "forced": list(forced), "copies": copies}
         if inputs.answer:
             request |= {"input_ids": inputs.input_ids.tolist()}
@@ -464,17 +477,18 @@ def open_sglang(
     timeout: float = START_TIMEOUT_S,
     log: Path | None = None,
     deepstack_order: str = "sglang",
+    wait: bool = True,
 ) -> Iterator[SGLangEngine]:
     """A started engine, shut down at the end of the block.
 
     Args: checkpoint: what to load. extra: further Engine arguments, such as {"tp_size": 2}. environment: further
     variables of its processes. timeout: seconds to wait for readiness. log: file that keeps the engine's log; without
     it the log goes with the block. deepstack_order: in which picture features join the stream, a way of
-    arithmetic.deepstack_sum; the engine is otherwise the same.
+    arithmetic.deepstack_sum; the engine is otherwise the same. wait: for readiness; else the first use waits.
     Raises: VlmlabError: SGLang is missing, does not start in time, or fails; with the decisive lines of its log; or as
     check_deepstack_order.
     """
-    engine = SGLangEngine(checkpoint, extra, environment, timeout, log, deepstack_order)
+    engine = SGLangEngine(checkpoint, extra, environment, timeout, log, deepstack_order, wait)
     try:
         yield engine
     finally:

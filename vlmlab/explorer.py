@@ -14,10 +14,11 @@ from torch import Tensor
 
 from vlmlab.causes import Plan, causes_of, hf_plan, sglang_plan
 from vlmlab.errors import VlmlabError
-from vlmlab.hybrid import Hybrid
+from vlmlab.hookpoints import is_stream
 from vlmlab.kernels import available
 from vlmlab.metrics import cosine_similarity, rel_l2_error
-from vlmlab.replay import asked_of, closure, run_plan
+from vlmlab.passes import Pass, Passes
+from vlmlab.replay import asked_of
 from vlmlab.trace import Trace
 from vlmlab.verdict import legal_plans
 
@@ -41,29 +42,21 @@ class Curve:
     total: int
 
 
-def is_stream(name: str) -> bool:
-    """Whether a hook point belongs to the decay curve of its part."""
-    return name.endswith((".resid_pre", ".resid_post")) or name in ("vision.merger", "final_norm")
-
-
 class Explorer:
     """A pair of traces of one input, and the checkpoint to compute any plan between them.
 
-    Args: hybrid: the checkpoint in the traces' dtype. exact: in float64. hf, sglang: traces.
-    Attributes: parts: those the input has. depths: layers per part.
+    Args: passes: over the checkpoint, in the traces' dtype and in float64. hf, sglang: traces.
+    Attributes: hybrid: of the passes. parts: those the input has. depths: layers per part.
     """
 
-    def __init__(self, hybrid: Hybrid, exact: Hybrid, hf: Trace, sglang: Trace) -> None:
-        self.hybrid, self._exact = hybrid, exact
-        self._asked = asked_of(hybrid, sglang, hf)
-        self.parts = ("vision", "language") if self._asked.pixels is not None else ("language",)
-        self.depths = {"vision": hybrid.vision_depth, "language": hybrid.depth}
-        self._kernels = available(hybrid.device, sglang.info.flags)
+    def __init__(self, passes: Passes, hf: Trace, sglang: Trace) -> None:
+        self.hybrid, self._passes = passes.hybrid, passes
+        self._asked = asked_of(self.hybrid, sglang, hf)
+        self.parts, self.depths = self._asked.parts, self.hybrid.depths
+        self._kernels = available(self.hybrid.device, sglang.info.flags)
         self._start, self._goal = hf_plan(hf.info.attention), sglang_plan(self._kernels)
-        self._sglang = Trace(sglang.info, dict(sglang.tensors))  # in memory
-        self._baselines: dict[tuple[str, str], dict[str, Tensor]] = {}
+        self._sglang = sglang
         self._envelopes: dict[tuple[str, str, str], pd.Series] = {}
-        self._runs: OrderedDict[tuple, tuple[dict[str, Tensor], int, int]] = OrderedDict()
         self._curves: OrderedDict[tuple, Curve] = OrderedDict()
 
     def plan(self, switched: Mapping[str, Iterable[int] | None]) -> Plan:
@@ -95,10 +88,10 @@ class Explorer:
         return self._curves[key]
 
     def _compute(self, part: str, plan: Plan, baseline: str, metric: str) -> Curve:
-        states, remainder, total = self._run(part, plan)
+        found = self._passes.get(self._asked, part, plan)
         against, measure = self._baseline(part, baseline), METRICS[metric]
         rows, values = [], torch.zeros(0)
-        for name, state in states.items():
+        for name, state in _stream(found).items():
             values = measure(against[name], state)
             token = int(values.argmax())
             rows.append(
@@ -106,30 +99,13 @@ class Explorer:
             )
         table = pd.DataFrame(rows)
         table["envelope"] = table["hookpoint"].map(self._envelope(part, baseline, metric))
-        return Curve(table, values, remainder, total)
-
-    def _run(self, part: str, plan: Plan) -> tuple[dict[str, Tensor], int, int]:
-        """Stream states of a plan, and how many of SGLang's tensors it misses. The last few plans are remembered."""
-        key = (part, plan.key(causes_of(self.hybrid.family, part)))
-        if key not in self._runs:
-            states = run_plan(self.hybrid, self._asked, plan, part)
-            closed = closure(self._sglang, states)
-            kept = {name: state for name, state in states.items() if is_stream(name)}
-            self._runs[key] = kept, closed.total - closed.equal, closed.total
-            while len(self._runs) > 16:
-                self._runs.popitem(last=False)
-        self._runs.move_to_end(key)
-        return self._runs[key]
+        total = sum(name in found.bits for name in self._sglang.hook_points)
+        return Curve(table, values, len(self._passes.missed(self._sglang, found)), total)
 
     def _baseline(self, part: str, baseline: str) -> dict[str, Tensor]:
-        if (part, baseline) not in self._baselines:
-            if baseline == "truth":
-                states = run_plan(self._exact, self._asked, self._start, part)
-                states = {name: state for name, state in states.items() if is_stream(name)}
-            else:
-                states, _, _ = self._run(part, self._start if baseline == "hf" else self._goal)
-            self._baselines[part, baseline] = states
-        return self._baselines[part, baseline]
+        if baseline == "truth":
+            return _stream(self._passes.truth(self._asked, part))
+        return _stream(self._passes.get(self._asked, part, self._start if baseline == "hf" else self._goal))
 
     def _envelope(self, part: str, baseline: str, metric: str) -> pd.Series:
         """Worst token of any legal plan against the baseline, by hook point."""
@@ -138,8 +114,12 @@ class Explorer:
             against = self._baseline(part, baseline)
             worst: dict[str, float] = {}
             for plan in legal_plans(self._kernels):
-                for name, state in self._run(part, plan)[0].items():
+                for name, state in _stream(self._passes.get(self._asked, part, plan)).items():
                     value = METRICS[metric](against[name], state).max().item()
                     worst[name] = max(value, worst.get(name, 0.0))
             self._envelopes[key] = pd.Series(worst)
         return self._envelopes[key]
+
+
+def _stream(found: Pass) -> dict[str, Tensor]:
+    return {name: state for name, state in found.states.items() if is_stream(name)}

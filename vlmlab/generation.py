@@ -17,18 +17,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmlab.capture import ENGINE_LOG, Say, capture_key, store_folder
+from vlmlab import store
+from vlmlab.capture import Say, capture_key
 from vlmlab.checkpoint import Checkpoint
-from vlmlab.engine_hf import open_hf, vision_output
-from vlmlab.engine_sglang import SGLangEngine, engine_arguments, engine_settings, open_sglang
+from vlmlab.engine_hf import vision_output
+from vlmlab.engine_sglang import SGLangEngine, engine_arguments, engine_settings
+from vlmlab.engines import Engines, borrowed
 from vlmlab.errors import VlmlabError
 from vlmlab.inputs import Inputs
 from vlmlab.replay import differing
 from vlmlab.trace import Trace, load_trace, write_json
 
+STEPS = 32  # watched by default
 COPIES = 4
 CHUNK = 256
 ON_POLICY = "decode, rl_on_policy_target"
+RUNS = {
+    "sglang": "decode steps on its own tokens",
+    "forced": "decode steps on Transformers' tokens",
+    "prefill": "the same tokens as one prefill",
+    "batch": f"the same tokens {COPIES} times in a batch",
+}
+REFUSED_FILE = "refused.json"
 
 Run = tuple[tuple[Trace, ...], list[int]]  # steps, tokens
 
@@ -68,6 +78,11 @@ class Answers:
     on_policy: Answer | None
     ways: dict[str, dict[str, Tensor]]
     refused: dict[str, str]
+
+    @property
+    def pairs(self) -> tuple[tuple[Trace, Trace], ...]:
+        """(Transformers', SGLang's) decode steps on the same tokens, Transformers'."""
+        return tuple(zip(self.hf.steps, self.forced.steps, strict=True))
 
 
 def stacked(steps: Sequence[Trace], name: str) -> Tensor:
@@ -117,47 +132,64 @@ def capture_answers(
     engine_args: Mapping[str, Any] | None = None,
     shapes: bool = True,
     say: Say = print,
+    engines: Engines | None = None,
 ) -> Answers:
     """Generate with both engines, greedily, until a token ends the text or after `steps` decode steps.
 
     Args: baseline, target: Transformers' and SGLang's traces of the prefill; both are given the baseline's vision
     output. steps: most decode steps. shapes: also run the same tokens in other shapes of work. Others: see
-    capture.capture_both.
+    capture.capture_both; what shapes need of an engine with other arguments is started and closed here.
     Returns: Answers. Raises: VlmlabError: no room in the context, an empty answer, an engine cannot run here or fails.
     """
     given, attention = vision_output(baseline), baseline.info.attention
     arguments = engine_arguments(checkpoint, engine_args)
     check_room(checkpoint, inputs, steps, arguments)
     settings = {**engine_settings(checkpoint, arguments), "attention": attention}
-    folder = store_folder() / f"{capture_key(settings, checkpoint, inputs, given)}-{steps}-answers"
-    ends = end_of_text(checkpoint)
+    name = f"{capture_key(settings, checkpoint, inputs, given)}-{steps}-answers"
+    store.use(name)
+    with borrowed(engines, checkpoint, attention, engine_args) as opened:
+        return _captured(opened, store.store_folder() / name, inputs, baseline, target, steps, fresh, shapes, say)
 
+
+def _captured(
+    engines: Engines,
+    folder: Path,
+    inputs: Inputs,
+    baseline: Trace,
+    target: Trace,
+    steps: int,
+    fresh: bool,
+    shapes: bool,
+    say: Say,
+) -> Answers:
+    checkpoint, given, ends = engines.checkpoint, vision_output(baseline), end_of_text(engines.checkpoint)
     free = _stored(folder / "hf", fresh)
     if free is None:
+        engines.sglang_soon()
         say(f"Transformers: up to {steps} decode steps")
-        with open_hf(checkpoint, attention=attention) as hf:
-            free = _keep(folder / "hf", *hf.capture_decode(inputs, folder / "hf", steps))
+        free = _keep(folder / "hf", *engines.hf().capture_decode(inputs, folder / "hf", steps))
     mine = _until_end(Answer(tuple(free[1]), free[0], baseline["logits"][-1:]), steps, ends)
     count, tokens = len(mine.steps), mine.tokens
     following = inputs.followed_by(tokens[:count])
 
-    def sglang_runs(engine: SGLangEngine) -> None:
-        say(f"SGLang: {steps} decode steps, freely and on Transformers' tokens")
-        _keep(folder / "sglang", *engine.capture_decode(inputs, folder / "sglang", steps, given))
-        _keep(folder / "forced", *engine.capture_decode(inputs, folder / "forced", count, given, tokens))
-        if shapes:
-            say(f"SGLang: the same tokens as one prefill and {COPIES} times in a batch")
-            _keep(folder / "prefill", engine.capture_prefill(following, folder / "prefill", given), [])
-            together = max(1, count - 2 * COPIES)
-            batch = engine.capture_batch(inputs, folder / "batch", together, COPIES, tokens, given)
-            _keep(folder / "batch", batch, [])
+    def run(name: str, engine: SGLangEngine) -> Run:
+        """One of SGLang's runs."""
+        here, together = folder / name, max(1, count - 2 * COPIES)
+        if name == "sglang":
+            return engine.capture_decode(inputs, here, steps, given)
+        if name == "forced":
+            return engine.capture_decode(inputs, here, count, given, tokens)
+        if name == "prefill":
+            return engine.capture_prefill(following, here, given), []
+        return engine.capture_batch(inputs, here, together, COPIES, tokens, given), []
 
-    runs = {name: _stored(folder / name, fresh) for name in ("sglang", "forced", *["prefill", "batch"] * shapes)}
-    if None in runs.values():
-        with open_sglang(checkpoint, engine_args, log=store_folder() / ENGINE_LOG) as engine:
-            sglang_runs(engine)
-        runs = {name: _stored(folder / name, False) for name in runs}
-    found = {name: run for name, run in runs.items() if run is not None}
+    found: dict[str, Run] = {}
+    for name, what in RUNS.items() if shapes else list(RUNS.items())[:2]:
+        stored = _stored(folder / name, fresh)
+        if stored is None:
+            say(f"SGLang: {what}")
+            stored = _keep(folder / name, *run(name, engines.sglang()))
+        found[name] = stored
     theirs = Answer(tuple(found["sglang"][1]), found["sglang"][0], target["logits"][-1:])
     forced = Answer(tuple(found["forced"][1]), found["forced"][0], target["logits"][-1:])
     ways = {"decode": _rows(forced.steps, range(count))}
@@ -167,14 +199,18 @@ def capture_answers(
     def elsewhere(name: str, extra: Mapping[str, Any], run: Callable[[SGLangEngine, Path], Run]) -> Run | None:
         """A run on an engine with further arguments, from the store or fresh."""
         here = folder / name.replace(" ", "_")
-        stored = _stored(here, fresh)
-        if stored is None:
+        stored, why = _stored(here, fresh), None if fresh else _why_refused(here)
+        if stored is None and why is None:
             say(f"SGLang: starting it again for {name}")
             try:
-                with open_sglang(checkpoint, {**(engine_args or {}), **extra}) as engine:
-                    return _keep(here, *run(engine, here))
+                with Engines(checkpoint, engines.attention, {**engines.engine_args, **extra}) as others:
+                    return _keep(here, *run(others.sglang(), here))
             except VlmlabError as error:
-                refused[name] = _last_line(error)
+                why = _last_line(error)
+                here.mkdir(parents=True, exist_ok=True)
+                write_json(here / REFUSED_FILE, {"why": why})
+        if stored is None and why is not None:
+            refused[name] = why
         return stored
 
     if shapes:
@@ -197,15 +233,23 @@ def capture_answers(
         if policy is not None:
             on_policy = Answer(tuple(policy[1]), policy[0], target["logits"][-1:])
             ways[ON_POLICY] = _rows(policy[0], range(count))
-        run = _stored(folder / "hf_prefill", fresh)
-        if run is None:
+        whole = _stored(folder / "hf_prefill", fresh)
+        if whole is None:
             say("Transformers: the same tokens as one prefill")
-            with open_hf(checkpoint, attention=attention) as hf:
-                trace = hf.capture(following, folder / "hf_prefill" / "step_0")
-            run = _keep(folder / "hf_prefill", [trace], [])
-        ways["Transformers, prefill"] = _rows(run[0], last)
+            trace = engines.hf().capture(following, folder / "hf_prefill" / "step_0")
+            whole = _keep(folder / "hf_prefill", [trace], [])
+        ways["Transformers, prefill"] = _rows(whole[0], last)
         ways["Transformers, decode"] = _rows(mine.steps, range(count))
+    store.prune()
     return Answers(mine, _until_end(theirs, steps, ends), forced, on_policy, ways, refused)
+
+
+def _why_refused(folder: Path) -> str | None:
+    """Why the engine did not take these arguments here, when it was last asked."""
+    try:
+        return str(json.loads((folder / REFUSED_FILE).read_text(encoding="utf-8"))["why"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _last_line(error: VlmlabError) -> str:

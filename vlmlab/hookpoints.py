@@ -3,6 +3,7 @@
 hook_points     the ordered hook points of one checkpoint, from its config.json
 resolve         the captured tensor behind a name (`layers.3.resid_pre` is `layers.2.resid_post`)
 block_of        the block a name belongs to
+is_stream       whether a name is of the residual stream
 read            take a hook point's tensor out of a module's inputs and output
 
 Names: `vision.patch_embed`, `vision.{i}.*`, `vision.merger`, `vision.deepstack.{k}`, `layers.{i}.*`, `final_norm`,
@@ -140,6 +141,11 @@ def block_of(name: str) -> tuple[str, int] | None:
     """
     match = re.fullmatch(r"(vision|layers)\.(\d+)\.\w+", name)
     return (match[1], int(match[2])) if match else None
+
+
+def is_stream(name: str) -> bool:
+    """Whether a hook point belongs to the decay curve of its part."""
+    return name.endswith((".resid_pre", ".resid_post")) or name in ("vision.merger", "final_norm")
 
 
 def read(slot: str, inputs: tuple, output: Any) -> Tensor:

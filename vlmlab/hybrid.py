@@ -10,7 +10,7 @@ Shapes: T tokens, S tokens seen so far, P patches, N image tokens, E vision widt
 heads, h head_dim, F rotary frequencies.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +24,15 @@ from vlmlab.causes import Plan
 from vlmlab.checkpoint import Checkpoint
 from vlmlab.errors import VlmlabError
 from vlmlab.fp8_weights import FP8Weights
+from vlmlab.hookpoints import block_of
 from vlmlab.machine import has_cuda
 
 Record = Callable[[str, Tensor], None]
+Begun = tuple[int, Mapping[str, Tensor]]  # layers computed already, and their states of another plan
 Read = Tensor | arithmetic.Unsummed  # what a norm reads
+
+
+_HALVES = ("resid_mid", "mlp_out")  # of a layer, which the next one adds
 
 
 def _ignore(name: str, tensor: Tensor) -> None:
@@ -85,8 +90,18 @@ class Hybrid:
         self.merge = vision["spatial_merge_size"]
         self.deepstack_layers = () if self.qwen2 else tuple(vision["deepstack_visual_indexes"])
         self.experts_per_token = text.get("num_experts_per_tok", 0)
+        self.depths = {"vision": self.vision_depth, "language": self.depth}
         self.weights = self._load()
         self.fp8 = FP8Weights(config, self.weights, self.dtype)
+
+    def below(self, name: str, layer: int) -> bool:
+        """Whether a hook point is made before a layer of its part begins. Args: layer: at least 1."""
+        block, (stem, _, rest) = block_of(name), name.partition(".")
+        if stem == "layers" and name == f"layers.{layer - 1}.resid_post":
+            return False  # the sum stands in the next layer's norm
+        if rest.startswith("deepstack."):
+            return self.deepstack_layers[int(rest.rpartition(".")[2])] < layer
+        return name == "vision.patch_embed" or (block is not None and block[1] < layer)
 
     def _load(self) -> dict[str, Tensor]:
         """Weights under the hub's Qwen2-VL prefixes (`visual.`, `model.`), expert weights as [X, out, in]."""
@@ -123,22 +138,30 @@ class Hybrid:
 
     # ------------------------------------------------------------------------------------------------ vision
 
-    def vision(self, pixels: Tensor, grid_thw: Tensor, plan: Plan, record: Record = _ignore) -> Seen:
+    def vision(
+        self, pixels: Tensor, grid_thw: Tensor, plan: Plan, record: Record = _ignore, begun: Begun | None = None
+    ) -> Seen:
         """The vision tower.
 
         Args: pixels: [P, C * t * p * p]. grid_thw: [1, 3] patches. plan: how. record: gets every hook point's tensor.
+        begun: at least one layer that is not to be computed again.
         Returns: Seen. Raises: VlmlabError: several frames.
         """
         frames, rows, columns = grid_thw[0].tolist()
         if frames != 1:
             raise VlmlabError(f"expected one picture, got {frames} frames; videos are not supported")
-        x = self.patch_embed(pixels, plan)
-        record("vision.patch_embed", x)
-        x = self.add_positions(x, (rows, columns), plan)
-        record("vision.0.resid_pre", x)
+        first, states = begun or (0, {})
+        if begun is None:
+            x = self.patch_embed(pixels, plan)
+            record("vision.patch_embed", x)
+            x = self.add_positions(x, (rows, columns), plan)
+            record("vision.0.resid_pre", x)
+        else:
+            x = states[f"vision.{first - 1}.resid_post"].to(self.device)
+        done = sum(i < first for i in self.deepstack_layers)
+        deepstack = [states[f"vision.deepstack.{k}"].to(self.device) for k in range(done)]
         rotary = self.vision_rotary((rows, columns))
-        deepstack: list[Tensor] = []
-        for i in range(self.vision_depth):
+        for i in range(first, self.vision_depth):
             attn_out = self.vision_attention(i, x, rotary, plan)
             record(f"vision.{i}.attn_out", attn_out)
             x = x + attn_out
@@ -267,18 +290,28 @@ class Hybrid:
         seen: Seen | None = None,
         cache: Cache | None = None,
         record: Record = _ignore,
+        begun: Begun | None = None,
     ) -> Tensor:
         """The language model, prefill or one decode step.
 
         Args: input_ids: [T]. positions: [3, T] M-RoPE positions. plan: how. seen: of the picture, in the prefill.
-        cache: earlier tokens; extended in place. record: gets every hook point's tensor.
+        cache: earlier tokens; extended in place. record: gets every hook point's tensor. begun: at least one layer of a
+        prefill that is not to be computed again; the cache lacks it.
         Returns: [1, V] logits of the last position.
         """
         cache = Cache() if cache is None else cache
-        residual, pending = self.embed(input_ids, seen), None
+        first, states = begun or (0, {})
         rows = self.image_rows(input_ids)
         rotary = self.text_rotary(positions)
-        for i in range(self.depth):
+        if begun is None:
+            residual, pending = self.embed(input_ids, seen), None
+        else:
+            residual, pending = (states[f"layers.{first - 1}.{half}"].to(self.device) for half in _HALVES)
+            if seen is not None and first <= len(seen.deepstack):
+                residual, pending = self.add_deepstack(
+                    first - 1, residual, pending, seen.deepstack[first - 1], rows, plan
+                )
+        for i in range(first, self.depth):
             residual, read = self.add(residual, pending, i, plan)
             record("layers.0.resid_pre" if i == 0 else f"layers.{i - 1}.resid_post", residual)
             attn_out = self.attention(i, read, rotary, plan, cache)

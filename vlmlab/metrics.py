@@ -5,6 +5,7 @@ rel_l2_error        length of the difference over length of the baseline, per to
 norm_ratio          length of the target over length of the baseline, per token
 max_abs_diff        largest elementwise difference
 bit_patterns        the bits of every value as an integer
+digest              128 bits that stand for all of them
 ulp_diff            largest difference in units in the last place
 bitwise_equal       same dtype, shape and bits
 dominant_channels   the channels that carry a token's length, so that one of them cannot hide the rest
@@ -12,6 +13,8 @@ dominant_channels   the channels that carry a token's length, so that one of the
 All measures upcast to float64 before any product, so a cosine never leaves [-1, 1] and a norm never overflows. Tensors
 are `[T, D]`: T tokens (or patches), D channels.
 """
+
+import hashlib
 
 import torch
 from torch import Tensor
@@ -86,6 +89,16 @@ def max_abs_diff(baseline: Tensor, target: Tensor) -> float:
 def bit_patterns(x: Tensor) -> Tensor:
     """The bits of every value as an integer. Args: x: of 2, 4 or 8 bytes a value. Returns: same shape and width."""
     return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize])
+
+
+def digest(x: Tensor) -> str:
+    """128 bits of SHA-256 over dtype, shape and every bit: equal for tensors that are identical.
+
+    Args: x: on any device. Returns: 32 hex digits.
+    """
+    whole = hashlib.sha256(f"{x.dtype} {tuple(x.shape)}".encode())
+    whole.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return whole.hexdigest()[:32]
 
 
 def ulp_diff(baseline: Tensor, target: Tensor) -> int:

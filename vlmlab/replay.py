@@ -2,7 +2,7 @@
 
 Asked, asked_of, asked_of_step  what a trace's forward pass was given
 run_answer          a prefill and decode steps
-run_plan            the whole forward pass under a plan
+run_plan, walk_plan the whole forward pass under a plan: all its states, or one after the other
 local_states        every operation run again from the trace's own captured input
 closure             how much of a trace is reproduced bit for bit
 
@@ -10,6 +10,7 @@ The parts stand on their own: the vision part starts from the pixels, the langua
 engine was given, so that an error of one is not charged to the other.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,8 @@ from torch import Tensor
 from vlmlab.causes import Plan
 from vlmlab.errors import VlmlabError
 from vlmlab.hookpoints import block_of
-from vlmlab.hybrid import Cache, Hybrid, Read, Seen
-from vlmlab.metrics import bit_patterns
+from vlmlab.hybrid import Begun, Cache, Hybrid, Read, Record, Seen
+from vlmlab.metrics import bit_patterns, digest
 from vlmlab.trace import Trace, disk_errors
 
 
@@ -39,6 +40,17 @@ class Asked:
     pixels: Tensor | None
     grid_thw: Tensor | None
     seen: Seen | None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that a forward pass has: "vision" where there is a picture, and "language"."""
+        return ("vision", "language") if self.pixels is not None else ("language",)
+
+    def digest(self, part: str) -> str:
+        """128 bits that stand for all that a part is given. Args: part: "vision" or "language"."""
+        seen = () if self.seen is None else (self.seen.features, *self.seen.deepstack)
+        given = (self.pixels, self.grid_thw) if part == "vision" else (self.input_ids, self.positions, *seen)
+        return hashlib.sha256(" ".join("none" if x is None else digest(x) for x in given).encode()).hexdigest()[:32]
 
 
 def asked_of(hybrid: Hybrid, trace: Trace, baseline: Trace) -> Asked:
@@ -65,19 +77,32 @@ def asked_of_step(prefill: Asked, step: int, token: int) -> Asked:
 
 
 @torch.no_grad()
-def run_plan(hybrid: Hybrid, asked: Asked, plan: Plan, part: str | None = None) -> dict[str, Tensor]:
-    """The forward pass.
+def walk_plan(
+    hybrid: Hybrid, asked: Asked, plan: Plan, part: str | None, record: Record, begun: Begun | None = None
+) -> None:
+    """The forward pass, hook point by hook point.
 
-    Args: hybrid: weights. asked: input. plan: how. part: "vision", "language" or None for both.
-    Returns: hook point to [T, D] tensor on the CPU.
+    Args: hybrid: weights. asked: input. plan: how. part: "vision", "language" or None for both. record: gets every hook
+    point's live tensor; what it raises ends the pass. begun: layers of the part that are computed already.
     """
-    states: dict[str, Tensor] = {}
     if part != "language" and asked.pixels is not None and asked.grid_thw is not None:
-        hybrid.vision(asked.pixels, asked.grid_thw, plan, states.__setitem__)
+        hybrid.vision(asked.pixels, asked.grid_thw, plan, record, begun)
     if part != "vision":
         seen = _cast(asked.seen, hybrid.dtype)
-        hybrid.language(asked.input_ids, asked.positions, plan, seen, record=states.__setitem__)
-    return {name: state.cpu() for name, state in states.items()}
+        hybrid.language(asked.input_ids, asked.positions, plan, seen, record=record, begun=begun)
+
+
+def run_plan(
+    hybrid: Hybrid, asked: Asked, plan: Plan, part: str | None = None, begun: Begun | None = None
+) -> dict[str, Tensor]:
+    """The forward pass.
+
+    Args: as of walk_plan. Returns: hook point to [T, D] tensor on the CPU.
+    """
+    states: dict[str, Tensor] = {}
+    walk_plan(hybrid, asked, plan, part, states.__setitem__, begun)
+    before = {} if begun is None else {n: state for n, state in begun[1].items() if hybrid.below(n, begun[0])}
+    return before | {name: state.cpu() for name, state in states.items()}
 
 
 @torch.no_grad()

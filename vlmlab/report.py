@@ -26,10 +26,11 @@ from vlmlab.attribution import Attribution, Explanation, explain
 from vlmlab.causes import CAUSES, Cause, causes_of
 from vlmlab.checkpoint import DATA, Checkpoint
 from vlmlab.compare import Comparison, Row, compare_inputs, compare_traces, next_token, public_figures
-from vlmlab.explorer import BASELINES, METRICS, Explorer, is_stream
-from vlmlab.hybrid import Hybrid
+from vlmlab.explorer import BASELINES, METRICS, Explorer
+from vlmlab.hookpoints import is_stream
 from vlmlab.inputs import picture_of, reference_inputs, token_texts
 from vlmlab.page import assemble, embed_json, number, text, write_page
+from vlmlab.passes import Passes
 from vlmlab.trace import RunInfo, Trace
 from vlmlab.verdict import MARGIN, TOKEN_MARGIN
 
@@ -85,16 +86,17 @@ def investigate(
     sglang: Trace,
     steps: Sequence[tuple[Trace, Trace]] = (),
     say: Callable[[str], None] = print,
+    unexplained: Path | None = None,
 ) -> Investigation:
     """Compare and explain two traces of one input.
 
-    Args: checkpoint: whose weights both engines had. hf, sglang, say: as in attribution.explain. steps: decode steps
-    after them, if captured.
+    Args: checkpoint: whose weights both engines had. hf, sglang, say, unexplained: as in attribution.explain. steps:
+    decode steps after them, if captured.
     Returns: Investigation. Raises: VlmlabError: different weights or inputs, or nothing to compare.
     """
-    hybrid, exact = Hybrid(checkpoint), Hybrid(checkpoint, torch.float64)
-    explanation = explain(hybrid, exact, hf, sglang, say)
-    explorer = Explorer(hybrid, exact, hf, sglang)
+    passes = Passes.of(checkpoint)
+    explanation = explain(passes, hf, sglang, say, unexplained)
+    explorer = Explorer(passes, hf, sglang)
     return Investigation(checkpoint, hf, sglang, compare_traces(hf, sglang), explanation, explorer, steps)
 
 
@@ -375,7 +377,7 @@ def _steps(run: Investigation) -> str:
     title = f"Decode steps: the lowest cosine of each ({MEASURE})"
     columns = ("step", "token given", "next: Transformers", "next: SGLang", "same", MEASURE, "at")
     chart = _chart(charts.step_chart(title, values, _visible(spoken), MEASURE), title)
-    return f"<h3>Decode steps</h3><p>Both engines were given SGLang's tokens.</p>{chart}{_table(columns, rows)}"
+    return f"<h3>Decode steps</h3><p>Both engines were given Transformers' tokens.</p>{chart}{_table(columns, rows)}"
 
 
 def _visible(texts: Sequence[str]) -> list[str]:

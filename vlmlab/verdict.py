@@ -2,6 +2,7 @@
 
 judge           the verdict on one prefill
 judge_steps     the verdicts on a prefill and the decode steps after it
+verdict_on      the word that findings give
 legal_plans     the ensemble of plans that are right
 
 Local envelope: each operation is run again from the input that the target itself captured, by every legal plan and in
@@ -160,9 +161,14 @@ def judge_steps(hybrid: Hybrid, exact: Hybrid, steps: Sequence[tuple[Trace, Aske
             _find(n, operation_of(n, truth), trace[n], truth[n], [states[n] for states in legal], ties.get(n, []))
             for n in truth
         ]
-        word = "no evidence" if not findings else "bug" if any(f.outside for f in findings) else "rounding"
-        verdicts.append(Verdict(word, tuple(findings)))
+        verdicts.append(verdict_on(findings))
     return tuple(verdicts)
+
+
+def verdict_on(findings: Sequence[Finding]) -> Verdict:
+    """The word that findings give. Args: findings: of every operation, in forward order."""
+    word = "no evidence" if not findings else "bug" if any(f.outside for f in findings) else "rounding"
+    return Verdict(word, tuple(findings))
 
 
 def _errors(x: Tensor, truth: Tensor, alternatives: Alternatives) -> Tensor:
