@@ -23,6 +23,7 @@ from vlmlab.explorer import Explorer
 from vlmlab.hybrid import Hybrid
 from vlmlab.inputs import reference_inputs
 from vlmlab.machine import device_info, versions
+from vlmlab.passes import Passes
 
 REPEATS = 9
 
@@ -55,7 +56,7 @@ def measure() -> dict[str, object]:
 
     grid = tuple(int(n) // inputs.merge_size for n in inputs.image_grid_thw[0, 1:])
     opening = time.perf_counter()
-    dashboard = Dashboard(Explorer(hybrid, exact, hf, sglang), inputs.image, grid)
+    dashboard = Dashboard(Explorer(Passes(hybrid, exact), hf, sglang), inputs.image, grid)
     opening = time.perf_counter() - opening
 
     def toggle(cause: str) -> float:

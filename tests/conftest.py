@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from data.shapes import draw_layout, render, to_images
-from vlmlab import capture
+from vlmlab import engines
 from vlmlab.capture import capture_hf, capture_sglang
 from vlmlab.checkpoint import DATA, load_checkpoint
 from vlmlab.compare import compare_traces
@@ -117,7 +117,7 @@ def traces(store, checkpoint, inputs, sglang_engine):
         yield sglang_engine
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capture, "open_sglang", already_open)
+        patch.setattr(engines, "open_sglang", already_open)
         hf = capture_hf(checkpoint, inputs)
         return hf, capture_sglang(checkpoint, inputs, hf)
 

@@ -27,6 +27,7 @@ from vlmlab.attribution import (
 from vlmlab.causes import causes_of, hf_plan, sglang_plan
 from vlmlab.errors import VlmlabError
 from vlmlab.hookpoints import FAMILIES
+from vlmlab.passes import Passes
 from vlmlab.replay import Closure, asked_of, run_plan
 from vlmlab.trace import Trace
 from vlmlab.verdict import Finding, Verdict
@@ -59,7 +60,7 @@ def attributed(asked_on):
     def attributed(family, part):
         if (family, part) not in made:
             hybrid, asked, _ = asked_on(family)
-            made[family, part] = attribute(hybrid, asked, part, hf_plan(), sglang_plan(), lambda line: None)
+            made[family, part] = attribute(Passes(hybrid), asked, part, hf_plan(), sglang_plan(), lambda line: None)
         return made[family, part]
 
     return attributed
@@ -187,7 +188,7 @@ def test_tokens_that_any_plan_routes_elsewhere_stand_apart(attributed):
 
 def test_attention_counts_as_a_cause_where_transformers_runs_eager(asked_on):
     hybrid, asked, _ = asked_on(QWEN2)
-    found = attribute(hybrid, asked, "language", hf_plan("eager"), sglang_plan(), lambda line: None)
+    found = attribute(Passes(hybrid), asked, "language", hf_plan("eager"), sglang_plan(), lambda line: None)
     assert {e.name for e in found.effects if e.live} == {"rms_norm", "residual_sum", "attention"}
     assert close(sum(e.share for e in found.effects), found.total)
 
@@ -195,7 +196,7 @@ def test_attention_counts_as_a_cause_where_transformers_runs_eager(asked_on):
 def test_phases_are_said(asked_on):
     hybrid, asked, _ = asked_on(QWEN2)
     lines = []
-    attribute(hybrid, asked, "vision", hf_plan(), sglang_plan(), lines.append)
+    attribute(Passes(hybrid), asked, "vision", hf_plan(), sglang_plan(), lines.append)
     (live,) = re.findall(r"of (\d) live causes", lines[1])
     assert lines == ["vision: 4 causes one at a time", f"vision: {2 ** int(live)} combinations of {live} live causes"]
 
@@ -204,7 +205,7 @@ def test_a_part_that_the_input_lacks_is_no_evidence(hybrids, hf_engines, ask, tm
     trace = hf_engines(QWEN2).capture(ask(QWEN2), tmp_path / "trace")
     asked = asked_of(hybrids(QWEN2), trace, trace)
     with pytest.raises(VlmlabError, match="no evidence: the input has no vision part"):
-        attribute(hybrids(QWEN2), asked, "vision", hf_plan(), sglang_plan(), lambda line: None)
+        attribute(Passes(hybrids(QWEN2)), asked, "vision", hf_plan(), sglang_plan(), lambda line: None)
 
 
 # ---------------------------------------------------------------------------------------------------- control
@@ -243,10 +244,10 @@ def blind(function, *places):
 )
 def test_the_control_fails_where_sglangs_way_ignores_what_it_reads(family, cause, function, asked_on, monkeypatch):
     hybrid, asked, _ = asked_on(family)
-    assert control(hybrid, asked, named(family, cause), sglang_plan())
+    assert control(Passes(hybrid), asked, named(family, cause), hf_plan(), sglang_plan())
     place = 0 if function.endswith("attention") else 1
     monkeypatch.setattr(arithmetic, function, blind(getattr(arithmetic, function), place))
-    assert not control(hybrid, asked, named(family, cause), sglang_plan())
+    assert not control(Passes(hybrid), asked, named(family, cause), hf_plan(), sglang_plan())
 
 
 @pytest.mark.parametrize(
@@ -254,22 +255,25 @@ def test_the_control_fails_where_sglangs_way_ignores_what_it_reads(family, cause
 )
 def test_the_control_shows_for_every_cause(family, cause, asked_on):
     hybrid, asked, _ = asked_on(family)
-    assert control(hybrid, asked, named(family, cause), sglang_plan())
+    assert control(Passes(hybrid), asked, named(family, cause), hf_plan(), sglang_plan())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_control_leaves_everything_as_it_was(family, asked_on, monkeypatch):
     hybrid, asked, _ = asked_on(family)
-    before, eps = dict(hybrid.weights), hybrid.eps
+    before, eps, passes = dict(hybrid.weights), hybrid.eps, Passes(hybrid)
+    by = hybrid.by
     for cause in causes_of(family):
-        control(hybrid, asked, cause, sglang_plan())
-    passes = iter([{}])
-    monkeypatch.setattr(attribution, "run_plan", lambda *_: next(passes))  # its second call raises
+        assert control(passes, asked, cause, hf_plan(), sglang_plan())
+
+    def fails(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(attribution, "walk_plan", fails)
     for cause in causes_of(family):
-        passes = iter([{}])
-        with pytest.raises(StopIteration):
-            control(hybrid, asked, cause, sglang_plan())
-    assert hybrid.by is arithmetic and hybrid.eps == eps
+        with pytest.raises(ZeroDivisionError):
+            control(passes, asked, cause, hf_plan(), sglang_plan())
+    assert hybrid.by is by and hybrid.eps == eps
     assert all(hybrid.weights[name] is weight for name, weight in before.items())
 
 
@@ -423,7 +427,7 @@ def test_traces_of_different_inputs_or_weights_are_no_evidence(what, asked_on, h
     hybrid, _, trace = asked_on(QWEN2)
     other = Trace(dataclasses.replace(trace.info, **{what: "0" * 64}), trace.tensors)
     with pytest.raises(VlmlabError, match=f"no evidence: the traces differ in {what}"):
-        explain(hybrid, hybrids(QWEN2, F64), trace, other, lambda line: None)
+        explain(Passes(hybrid, hybrids(QWEN2, F64)), trace, other, lambda line: None)
 
 
 def foreign(trace, hybrid, asked):
@@ -438,7 +442,7 @@ def foreign(trace, hybrid, asked):
 def test_two_clean_engines_are_explained_without_remainder(family, asked_on, hybrids):
     hybrid, asked, hf = asked_on(family)
     lines = []
-    explained = explain(hybrid, hybrids(family, F64), hf, foreign(hf, hybrid, asked), lines.append)
+    explained = explain(Passes(hybrid, hybrids(family, F64)), hf, foreign(hf, hybrid, asked), lines.append)
     content = strict(explained)
     assert content["verdict"] == "rounding" and content["first_outside"] is None
     total = {"tensors_equal": len(hf.hook_points), "tensors_total": len(hf.hook_points)}
@@ -459,7 +463,7 @@ def test_a_bug_in_one_engine_is_the_word_for_both(asked_on, hybrids):
     hybrid, asked, hf = asked_on(QWEN2)
     broken = foreign(hf, hybrid, asked)
     broken = Trace(broken.info, {**broken.tensors, "layers.5.mlp_out": -broken["layers.5.mlp_out"]})
-    explained = explain(hybrid, hybrids(QWEN2, F64), hf, broken, lambda line: None)
+    explained = explain(Passes(hybrid, hybrids(QWEN2, F64)), hf, broken, lambda line: None)
     assert explained.word == "bug"
     engine, first = explained.first_outside
     assert (engine, first.hookpoint) == ("sglang", "layers.5.mlp_out")
@@ -471,7 +475,7 @@ def test_text_alone_is_explained_by_its_language_part(hybrids, hf_engines, ask, 
     hybrid = hybrids(QWEN3)
     hf = hf_engines(QWEN3).capture(ask(QWEN3), tmp_path / "trace")
     sglang = foreign(hf, hybrid, asked_of(hybrid, hf, hf))
-    explained = explain(hybrid, hybrids(QWEN3, F64), hf, sglang, lambda line: None)
+    explained = explain(Passes(hybrid, hybrids(QWEN3, F64)), hf, sglang, lambda line: None)
     assert [part.part for part in explained.attributions] == ["language"]
     assert explained.word == "rounding"
     dead = {effect.name: effect for effect in explained.attributions[0].effects if not effect.live}
@@ -484,7 +488,9 @@ def test_the_reference_input_on_both_real_engines(traces, hybrids, monkeypatch):
     hybrid = hybrids(QWEN2)
     hf, sglang = traces
     monkeypatch.setattr(attribution, "control", lambda *_: True)  # shown above; a third of the time here
-    found = attribute(hybrid, asked_of(hybrid, sglang, hf), "language", hf_plan(), sglang_plan(), lambda line: None)
+    found = attribute(
+        Passes(hybrid), asked_of(hybrid, sglang, hf), "language", hf_plan(), sglang_plan(), lambda line: None
+    )
     assert {effect.name for effect in found.effects if effect.live} == {"rms_norm", "residual_sum"}
     assert close(sum(effect.share for effect in found.effects), found.explained)
     assert close(found.explained, found.total)

@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 import torch
 
-from vlmlab import capture
-from vlmlab.capture import capture_hf, capture_key, store_folder
+from vlmlab import engines, store
+from vlmlab.capture import capture_both, capture_hf, capture_key
 from vlmlab.engine_hf import hf_settings
 
 
@@ -30,18 +30,11 @@ def test_the_key_sees_everything_that_can_change_a_capture(checkpoint, inputs, m
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     keys.append(key())
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(capture, "_code_hash", lambda: "changed code")
+    monkeypatch.setattr(store, "_code_hash", lambda modules: "changed code")
     keys.append(key())
     assert len(set(keys)) == len(keys)
     monkeypatch.undo()
     assert key() == keys[0]
-
-
-def test_the_store_is_where_the_environment_says(monkeypatch, tmp_path):
-    monkeypatch.setenv("VLMLAB_CACHE", str(tmp_path))
-    assert store_folder() == tmp_path
-    monkeypatch.delenv("VLMLAB_CACHE")
-    assert store_folder().name == "vlmlab"
 
 
 def test_a_stored_capture_is_reused_recaptured_when_asked_and_when_broken(checkpoint, inputs, monkeypatch, tmp_path):
@@ -65,7 +58,7 @@ def test_sglang_is_started_once_for_many_readers(traces, checkpoint, inputs, mon
     def never(*_, **__):
         raise AssertionError("a stored capture must not start an engine")
 
-    monkeypatch.setattr(capture, "open_sglang", never)
-    monkeypatch.setattr(capture, "open_hf", never)
-    hf, sglang = capture.capture_both(checkpoint, inputs, say=lambda _: None)
+    monkeypatch.setattr(engines, "open_sglang", never)
+    monkeypatch.setattr(engines, "open_hf", never)
+    hf, sglang = capture_both(checkpoint, inputs, say=lambda _: None)
     assert (hf.info.created, sglang.info.created) == (traces[0].info.created, traces[1].info.created)

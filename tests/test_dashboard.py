@@ -20,6 +20,7 @@ from vlmlab.dashboard import PRESETS, WAYS, Dashboard, show_grounding, show_sum,
 from vlmlab.explorer import Explorer
 from vlmlab.floats import FORMATS, round_to
 from vlmlab.hybrid import Hybrid
+from vlmlab.passes import Passes
 from vlmlab.summation import ORDERS, add, kahan
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def dashboard(checkpoint, ask, small_traces):
-    explorer = Explorer(Hybrid(checkpoint), Hybrid(checkpoint, torch.float64), *small_traces)
+    explorer = Explorer(Passes(Hybrid(checkpoint), Hybrid(checkpoint, torch.float64)), *small_traces)
     return Dashboard(explorer, ask("qwen2_vl", (8, 10), seed=34).image, (8, 10))
 
 

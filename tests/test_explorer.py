@@ -7,13 +7,14 @@ from vlmlab.causes import hf_plan, sglang_plan
 from vlmlab.errors import VlmlabError
 from vlmlab.explorer import METRICS, Explorer
 from vlmlab.hybrid import Hybrid
+from vlmlab.passes import Passes
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")
 def explorer(checkpoint, small_traces):
-    return Explorer(Hybrid(checkpoint), Hybrid(checkpoint, torch.float64), *small_traces)
+    return Explorer(Passes(Hybrid(checkpoint), Hybrid(checkpoint, torch.float64)), *small_traces)
 
 
 def test_nothing_switched_is_transformers_and_everything_is_sglang(explorer):

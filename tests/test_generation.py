@@ -6,14 +6,15 @@ import json
 import pytest
 import torch
 
-from vlmlab import generation
+from vlmlab import engines, generation
 from vlmlab.attribution import explain_steps
 from vlmlab.drift import spread, step_table
-from vlmlab.engine_hf import vision_output
+from vlmlab.engine_hf import open_hf, vision_output
 from vlmlab.engine_sglang import open_sglang
 from vlmlab.errors import VlmlabError
 from vlmlab.generation import Answer, capture_answers, check_room, end_of_text, stacked, unexplained
 from vlmlab.metrics import bitwise_equal
+from vlmlab.store import store_folder
 from vlmlab.trace import write_json
 
 STEPS = 12
@@ -34,7 +35,7 @@ def on(engine, monkeypatch):
     """The session's engine for the plain runs, a real start for those with further arguments."""
 
     @contextlib.contextmanager
-    def started(checkpoint, extra=None, log=None):
+    def started(checkpoint, extra=None, **_):
         if extra:
             with open_sglang(checkpoint, extra) as other:
                 yield other
@@ -42,7 +43,7 @@ def on(engine, monkeypatch):
             yield engine
 
     with monkeypatch.context() as patch:
-        patch.setattr(generation, "open_sglang", started)
+        patch.setattr(engines, "open_sglang", started)
         patch.setattr(generation, "CHUNK", 64)
         yield
 
@@ -92,11 +93,11 @@ def test_the_store_is_read_and_a_run_cut_short_is_not(answers, asking, checkpoin
         raise AssertionError("a stored capture must not start an engine")
 
     with on(sglang_engine, monkeypatch), monkeypatch.context() as patch:
-        patch.setattr(generation, "open_hf", never)
-        patch.setattr(generation, "open_sglang", never)
+        patch.setattr(engines, "open_hf", never)
+        patch.setattr(engines, "open_sglang", never)
         again = capture_answers(checkpoint, *asking, STEPS, shapes=False)
         assert again.hf.tokens == answers.hf.tokens and list(again.ways) == ["decode"]
-        (noted,) = generation.store_folder().glob(f"*-{STEPS}-answers/forced/tokens.json")
+        (noted,) = store_folder().glob(f"*-{STEPS}-answers/forced/tokens.json")
         kept = noted.read_text()
         noted.unlink()
         with pytest.raises(AssertionError, match="must not start"):
@@ -135,7 +136,7 @@ def test_text_after_a_picture_is_what_a_fresh_model_gives(asking, ask, checkpoin
     used = hf_engines("qwen2_vl")
     used.capture(asking[0], tmp_path / "picture")
     after, tokens = used.capture_decode(text, tmp_path / "after", 3)
-    with generation.open_hf(checkpoint) as fresh:
+    with open_hf(checkpoint) as fresh:
         steps, first = fresh.capture_decode(text, tmp_path / "fresh", 3)
     assert tokens == first
     assert all(bitwise_equal(a[n], b[n]) for a, b in zip(after, steps, strict=True) for n in b.tensors)
@@ -156,7 +157,7 @@ def test_a_second_picture_of_the_same_size_never_gets_the_first_ones_result(ask,
 
 
 def test_an_answer_that_does_not_fit_is_refused_before_any_engine_starts(asking, checkpoint, monkeypatch):
-    monkeypatch.setattr(generation, "open_hf", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(engines, "open_hf", lambda *_, **__: pytest.fail("started"))
     with pytest.raises(VlmlabError, match="do not fit into max_total_tokens = 200"):
         capture_answers(checkpoint, *asking, 100, engine_args={"max_total_tokens": 200})
     with pytest.raises(VlmlabError, match="do not fit into max_position_embeddings"):

@@ -16,6 +16,7 @@ from vlmlab.engine_hf import vision_output
 from vlmlab.engine_sglang import open_sglang
 from vlmlab.hybrid import Hybrid
 from vlmlab.machine import has_cuda, versions
+from vlmlab.passes import Passes
 from vlmlab.replay import asked_of, closure, local_states
 
 TRITON = {"attention_backend": "triton", "mm_attention_backend": "triton_attn"}
@@ -121,7 +122,7 @@ class TestOnCuda:
         with open_sglang(checkpoint, TRITON | {"max_total_tokens": 8192}) as engine:
             sglang = engine.capture(inputs, tmp_path / "sglang", vision_output(hf))
         hybrid, exact = Hybrid(checkpoint), Hybrid(checkpoint, torch.float64)
-        explained = explain(hybrid, exact, hf, sglang, say=lambda line: None)
+        explained = explain(Passes(hybrid, exact), hf, sglang, say=lambda line: None)
         assert explained.word == "rounding"
         assert explained.kernels == called
         asked = asked_of(hybrid, sglang, hf)

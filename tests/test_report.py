@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlmlab import capture, charts, report
-from vlmlab.capture import capture_steps
+from vlmlab import charts, engines, report
 from vlmlab.cli import main
 from vlmlab.engine_hf import vision_output
 from vlmlab.explorer import BASELINES, METRICS
+from vlmlab.generation import capture_answers
+from vlmlab.hybrid import Hybrid
+from vlmlab.passes import Passes
 from vlmlab.report import SHOWN_BASELINES, command_of, investigate, operation_rows, write_report
 from vlmlab.routing import Flips
 from vlmlab.trace import save_trace
@@ -32,9 +34,13 @@ HOSTILE = (
 )
 
 
+def unstored(checkpoint):
+    return Passes(Hybrid(checkpoint), Hybrid(checkpoint, torch.float64))
+
+
 @pytest.fixture(scope="module")
 def investigation(checkpoint, small_traces):
-    return investigate(checkpoint, *small_traces, say=lambda line: None)
+    return investigate(unstored(checkpoint), *small_traces, say=lambda line: None)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +135,9 @@ def test_the_page_computes_the_engines_bits_and_takes_edits(investigation, file,
 def test_deepstack_is_computed_in_the_page_too(checkpoints, hf_engines, ask, tmp_path, opened, monkeypatch):
     hf = hf_engines("qwen3_vl").capture(ask("qwen3_vl", (8, 10), seed=34), tmp_path / "hf")
     other = dataclasses.replace(hf.info, engine="sglang", versions={**hf.info.versions, "sglang": "0"})
-    found = investigate(checkpoints["qwen3_vl"], hf, dataclasses.replace(hf, info=other), say=lambda line: None)
+    found = investigate(
+        unstored(checkpoints["qwen3_vl"]), hf, dataclasses.replace(hf, info=other), say=lambda line: None
+    )
     assert found.explanation.word == "rounding"  # Transformers against itself: closure of the other side fails
     rows = operation_rows(found)
     assert [row["name"] for row in rows] == ["rms_norm", "residual_sum", "deepstack_order"]
@@ -142,7 +150,9 @@ def test_deepstack_is_computed_in_the_page_too(checkpoints, hf_engines, ask, tmp
 def test_a_run_without_a_picture_is_a_report_too(checkpoints, hf_engines, ask, tmp_path, opened):
     hf = hf_engines("qwen2_vl").capture(ask("qwen2_vl"), tmp_path / "hf")
     other = dataclasses.replace(hf.info, engine="sglang", versions={**hf.info.versions, "sglang": "0"})
-    found = investigate(checkpoints["qwen2_vl"], hf, dataclasses.replace(hf, info=other), say=lambda line: None)
+    found = investigate(
+        unstored(checkpoints["qwen2_vl"]), hf, dataclasses.replace(hf, info=other), say=lambda line: None
+    )
     page = opened(write_report(tmp_path / "report.html", [found]))
     assert page.locator(".chart").count() == 2 and page.locator("img").count() == 0
 
@@ -231,13 +241,13 @@ def test_decode_steps_are_captured_with_a_run_and_stored(
     def already_open(*_, **__):
         yield sglang_engine
 
-    monkeypatch.setattr(capture, "open_sglang", already_open)
+    monkeypatch.setattr(engines, "open_sglang", already_open)
     assert main(["compare", "--decode", "3", "--out", str(tmp_path)]) == 0  # the prefill is stored
     for engine in ("hf", "sglang"):
         assert sorted(step.name for step in (tmp_path / "decode" / engine).iterdir()) == ["step_0", "step_1", "step_2"]
-    again = []
-    stored = capture_steps(checkpoint, inputs, traces[0], 3, say=again.append)
-    assert len(stored) == 3 and again[0].startswith("stored decode steps")
+    monkeypatch.setattr(engines, "open_sglang", lambda *_, **__: pytest.fail("stored steps must not start an engine"))
+    stored = capture_answers(checkpoint, inputs, *traces, 3, shapes=False).pairs
+    assert len(stored) == 3
     assert all(torch.equal(a["inputs.input_ids"], b["inputs.input_ids"]) for a, b in stored)
     assert main(["compare", "--decode", "-1", "--out", str(tmp_path)]) == 2
 
@@ -277,7 +287,7 @@ def test_a_bug_stands_at_the_head(investigation, tmp_path, opened):
     tensors = {name: sglang.tensors[name] for name in sglang.tensors}
     tensors["layers.5.mlp_out"] = tensors["layers.5.mlp_out"] * torch.tensor(1.5, dtype=torch.bfloat16)
     broken = dataclasses.replace(sglang, tensors=tensors)
-    found = investigate(investigation.checkpoint, hf, broken, say=lambda line: None)
+    found = investigate(unstored(investigation.checkpoint), hf, broken, say=lambda line: None)
     page = opened(write_report(tmp_path / "report.html", [found]))
     answer = page.locator(".answer.bug").text_content()
     assert "It is a bug." in answer and "layers.5.mlp_out" in answer and "MLP" in answer

@@ -4,6 +4,7 @@ Modules, lowest first; arrows point down only (a test reads the imports):
 
 errors              VlmlabError, the one sentence a person gets instead of a traceback
 machine             what this machine has: versions, devices, which engine can run and why not
+store               what was captured or computed once, kept on disk for the next process
 metrics             how different two tensors are
 floats              floating-point formats, and rounding to them
 kernels             SGLang's own CUDA kernels, where they can be imported
@@ -25,9 +26,11 @@ causes              the catalogue of causes, and the plan that says which way ev
 routing             which experts a router chooses, and where two traces choose others
 hybrid              the one forward: every family, every debatable step as a plan says
 replay              the forward on what an engine was given, whole or operation by operation; closure
+passes              forward passes of one checkpoint, each computed once
 engine_hf           Trace from Transformers, in process
 sglang_worker       what runs inside SGLang's processes: the engine's owner and the recording hooks
 engine_sglang       Trace from SGLang, whose engine lives in a child process
+engines             the two engines of one checkpoint, each started once
 hypotheses          what else could have moved an answer, each as one change of an input
 on_policy           what rl_on_policy_target changes in SGLang, and what stands for each change alone
 ask                 grounding cases asked of an engine, of the hybrid forward or of a server
@@ -40,7 +43,7 @@ generation          both engines generate: freely, on the same tokens, in other 
 verdict             bug or rounding: every operation against the envelope of legal plans
 jitter              how far rounding can move an answered point
 attribution         which cause explains the difference, which engine is closer to the truth
-explorer            any plan on one input, computed when first asked for and remembered
+explorer            any plan on one input, as curves over depth
 plots               numbers to figures
 dashboard           toggles per cause and layer over explorer and plots
 charts              numbers to charts that live in a page without a kernel

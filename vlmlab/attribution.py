@@ -1,6 +1,7 @@
 """Which cause explains the difference, and which engine is closer to the truth.
 
 explain             everything about one pair of traces: verdicts, closure, causes, distances to the truth
+prepare             what of it hangs on one trace alone
 attribute           every cause of a part: live or dead, alone, and its share
 explain_steps       an answer's decode steps in float64, in both engines' arithmetic, and under every cause alone
 control             proof that a switch without effect acts all the same
@@ -476,6 +477,21 @@ def explain(
         {trace.info.engine: near_tie(trace["logits"]) for trace in (hf, sglang)},
         {trace.info.engine: int(trace["logits"].float().argmax()) for trace in (hf, sglang)},
     )
+
+
+def prepare(passes: Passes, hf: Trace, say: Callable[[str], None] = print) -> None:
+    """What `explain` will ask of Transformers' trace alone, so that it is known when SGLang has started.
+
+    Args: passes, hf, say: see explain. On CUDA nothing is done: there SGLang's ways hang on its own settings.
+    """
+    if passes.hybrid.device != "cpu":
+        return
+    asked, start = asked_of(passes.hybrid, hf, hf), hf_plan(hf.info.attention)
+    say("while SGLang starts: Transformers' verdict")
+    verdict_of(passes, hf, asked)
+    for part in asked.parts:
+        attribute(passes, asked, part, start, sglang_plan(), lambda line: say(f"while SGLang starts: {line}"))
+        passes.truth(asked, part)
 
 
 def verdict_of(passes: Passes, trace: Trace, asked: Asked) -> Verdict:

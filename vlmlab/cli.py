@@ -191,6 +191,7 @@ def _report(options: argparse.Namespace) -> int:
     with Progress() as say:
         say("importing")
         from vlmlab.checkpoint import checkpoint_of
+        from vlmlab.passes import Passes
         from vlmlab.report import investigate, write_report
         from vlmlab.trace import load_trace
 
@@ -200,7 +201,7 @@ def _report(options: argparse.Namespace) -> int:
             checkpoint = checkpoint_of(hf.info.weights_hash, hf.info.model, options.model)
             folders = sorted((run / "decode" / "hf").glob("step_*"), key=lambda step: int(step.name[5:]))
             steps = [(load_trace(step), load_trace(run / "decode" / "sglang" / step.name)) for step in folders]
-            investigations.append(investigate(checkpoint, hf, sglang, steps, say))
+            investigations.append(investigate(Passes.of(checkpoint), hf, sglang, steps, say))
         say("writing the report")
         file = write_report(Path(options.out), investigations)
     words = ", ".join(f"{i.hf.info.model}: {i.explanation.word}" for i in investigations)
@@ -488,13 +489,14 @@ def _notebooks(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     with Progress() as say:
         say("importing")
-        from vlmlab.capture import capture_both
+        from vlmlab.attribution import prepare
+        from vlmlab.capture import capture_hf, capture_sglang
         from vlmlab.checkpoint import load_checkpoint
         from vlmlab.engines import Engines
         from vlmlab.generation import STEPS, capture_answers
         from vlmlab.inputs import reference_inputs
         from vlmlab.notebooks import parameter_names, run_notebook, write_html
-        from vlmlab.passes import counted
+        from vlmlab.passes import Passes, counted
         from vlmlab.report import investigate, write_report
 
         out, began = Path(options.out), datetime.now(UTC).isoformat(timespec="seconds")
@@ -503,9 +505,11 @@ def _notebooks(options: argparse.Namespace) -> int:
             engines.sglang_soon()
             inputs = reference_inputs(checkpoint)
             about = {"fresh": options.fresh, "say": say, "engines": engines}
-            hf, sglang = capture_both(checkpoint, inputs, **about)
+            passes, hf = Passes.of(checkpoint), capture_hf(checkpoint, inputs, **about)
+            prepare(passes, hf, say)
+            sglang = capture_sglang(checkpoint, inputs, hf, **about)
             answers = capture_answers(checkpoint, inputs, hf, sglang, STEPS, shapes=False, **about)
-            run = investigate(checkpoint, hf, sglang, answers.pairs, say)
+            run = investigate(passes, hf, sglang, answers.pairs, say)
             say("writing the report")
             write_report(out / "report.html", [run])
             say.line(f"{out / 'report.html'}\n{run.comparison.summary()} ({time.perf_counter() - start:.0f} s)")
@@ -517,8 +521,8 @@ def _notebooks(options: argparse.Namespace) -> int:
             executed = run_notebook(notebook, {name: value for name, value in given.items() if name in names})
             page = write_html(executed, out / f"{notebook.stem}.html", {str(checkpoint.folder): checkpoint.name})
             say.line(str(out / page.name))
-    passes = counted(began)
-    print(f"{len(passes)} forward passes computed, {sum(n > 1 for n in passes.values())} of them more than once")
+    computed = counted(began)
+    print(f"{len(computed)} forward passes computed, {sum(n > 1 for n in computed.values())} of them more than once")
     print(f"all done ({time.perf_counter() - start:.0f} s)")
     return 0
 

@@ -81,7 +81,7 @@ class Investigation:
 
 
 def investigate(
-    checkpoint: Checkpoint,
+    passes: Passes,
     hf: Trace,
     sglang: Trace,
     steps: Sequence[tuple[Trace, Trace]] = (),
@@ -90,14 +90,12 @@ def investigate(
 ) -> Investigation:
     """Compare and explain two traces of one input.
 
-    Args: checkpoint: whose weights both engines had. hf, sglang, say, unexplained: as in attribution.explain. steps:
-    decode steps after them, if captured.
+    Args: passes, hf, sglang, say, unexplained: as in attribution.explain. steps: decode steps after them, if captured.
     Returns: Investigation. Raises: VlmlabError: different weights or inputs, or nothing to compare.
     """
-    passes = Passes.of(checkpoint)
     explanation = explain(passes, hf, sglang, say, unexplained)
     explorer = Explorer(passes, hf, sglang)
-    return Investigation(checkpoint, hf, sglang, compare_traces(hf, sglang), explanation, explorer, steps)
+    return Investigation(passes.hybrid.checkpoint, hf, sglang, compare_traces(hf, sglang), explanation, explorer, steps)
 
 
 def write_report(file: str | os.PathLike, investigations: Sequence[Investigation]) -> Path:
