@@ -1,4 +1,4 @@
-"""The commands: doctor, compare, explain, report, reveal, ground, notebooks.
+"""The commands: doctor, compare, explain, report, reveal, ground, store, notebooks.
 
 `vlmlab COMMAND --help` lists their options.
 
@@ -527,6 +527,35 @@ def _notebooks(options: argparse.Namespace) -> int:
     return 0
 
 
+def _store(options: argparse.Namespace) -> int:
+    from vlmlab import store
+
+    if options.clear:
+        removed = store.clear()
+        print(f"removed {len(removed)} entries, {sum(entry.bytes for entry in removed) / 2**20:.0f} MiB")
+        return 0
+    found, limit = store.entries(), store.limit_bytes()
+    total = sum(entry.bytes for entry in found)
+    if options.json:
+        entries = [{"name": e.name, "bytes": e.bytes, "used": e.used} for e in found]
+        print(json.dumps({"bytes": total, "limit_bytes": limit, "entries": entries}))
+        return 0
+    kinds: dict[str, list[store.Entry]] = {}
+    for entry in found:
+        kinds.setdefault(entry.name.split("-")[0], []).append(entry)
+    rows = [
+        (kind, str(len(of)), f"{sum(e.bytes for e in of) / 2**20:.1f} MiB", _time(of[0].used), _time(of[-1].used))
+        for kind, of in sorted(kinds.items())
+    ]
+    _print_table("What is kept", ("kind", "entries", "size", "longest unused", "last used"), rows)
+    print(f"{len(found)} entries, {total / 2**30:.2f} of {limit / 2**30:g} GiB; --clear removes them")
+    return 0
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
 def _parser() -> argparse.ArgumentParser:
     debug = argparse.ArgumentParser(add_help=False)
     debug.add_argument("--debug", action="store_true", help="show the traceback behind an error")
@@ -638,6 +667,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     ground.add_argument("--json", action="store_true", help="one JSON object on standard output and nothing else")
     ground.set_defaults(run=_ground)
+
+    kept = commands.add_parser("store", parents=[debug], help="captures and passes kept on disk: show or clear them")
+    kept.add_argument("--clear", action="store_true", help="remove everything that is kept")
+    kept.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    kept.set_defaults(run=_store)
 
     notebooks = commands.add_parser("notebooks", parents=[debug, model], help="execute the notebooks and write HTML")
     notebooks.add_argument("--out", default="reports", help="folder for the HTML files (default: reports)")
