@@ -62,8 +62,6 @@ def test_a_pass_is_computed_once_in_memory_and_by_other_processes(given, checkpo
 
 def test_another_input_code_device_or_environment_is_another_pass(given, checkpoints, folder, monkeypatch):
     asked, _ = given(QWEN2)
-    ours = Passes.of(checkpoints[QWEN2])
-
     def names(asked=asked):
         ours_now = Passes.of(checkpoints[QWEN2])
         return {ours_now.key("pass", asked.digest(part)) for part in asked.parts}
@@ -79,7 +77,6 @@ def test_another_input_code_device_or_environment_is_another_pass(given, checkpo
     monkeypatch.undo()
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
     assert not plain & names()
-    assert ours.key("pass", 1) != dataclasses.replace  # keys are text
     monkeypatch.delenv("ATEN_CPU_CAPABILITY")
     with monkeypatch.context() as patch:
         patch.setattr(passes, "device_info", lambda device: {"type": "other"})
@@ -91,11 +88,7 @@ def test_a_broken_entry_is_computed_again(given, checkpoints, folder):
     found = Passes.of(checkpoints[QWEN2]).get(asked, "language", hf_plan())
     (entry,) = folder.glob("pass-*")
     whole = entry.read_bytes()
-    for content in (
-        b"",
-        whole[: len(whole) // 2],
-        whole.replace(b'"order"', b'"odder"').replace(b'\\"order', b'\\"odder'),
-    ):
+    for content in (b"", whole[: len(whole) // 2], whole.replace(b"order", b"odder")):
         entry.write_bytes(content)
         again = Passes.of(checkpoints[QWEN2]).get(asked, "language", hf_plan())
         assert again.bits == found.bits
