@@ -9,11 +9,15 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+
 from vlmlab.attribution import explain_steps
 from vlmlab.checkpoint import load_checkpoint
 from vlmlab.engine_hf import open_hf, vision_output
 from vlmlab.engine_sglang import open_sglang
+from vlmlab.hybrid import Hybrid
 from vlmlab.inputs import reference_inputs
+from vlmlab.passes import Passes
 
 STEPS = 128
 
@@ -37,7 +41,7 @@ def main():
         )
         target = sglang.capture(inputs, folder / "target", vision_output(prefill))
         start = time.perf_counter()
-        explain_steps(checkpoint, prefill, target, tokens[:STEPS])
+        explain_steps(Passes(Hybrid(checkpoint), Hybrid(checkpoint, torch.float64)), prefill, target, tokens[:STEPS])
         print(f"float64, both arithmetics and every cause alone {time.perf_counter() - start:.1f} s")
 
 

@@ -13,7 +13,9 @@ from vlmlab.engine_hf import open_hf, vision_output
 from vlmlab.engine_sglang import open_sglang
 from vlmlab.errors import VlmlabError
 from vlmlab.generation import Answer, capture_answers, check_room, end_of_text, stacked, unexplained
+from vlmlab.hybrid import Hybrid
 from vlmlab.metrics import bitwise_equal
+from vlmlab.passes import Passes
 from vlmlab.store import store_folder
 from vlmlab.trace import write_json
 
@@ -106,7 +108,9 @@ def test_the_store_is_read_and_a_run_cut_short_is_not(answers, asking, checkpoin
 
 
 def test_every_step_of_both_engines_is_reproduced_by_the_causes(answers, asking, checkpoint):
-    again = explain_steps(checkpoint, *asking[1:], answers.hf.tokens[:-1])
+    again = explain_steps(
+        Passes(Hybrid(checkpoint), Hybrid(checkpoint, torch.float64)), *asking[1:], answers.hf.tokens[:-1]
+    )
     assert unexplained(answers.hf.steps, again.baseline) == unexplained(answers.forced.steps, again.target) == 0
     assert unexplained(answers.hf.steps, again.target) > 0
     assert set(again.alone) == {"rms_norm", "residual_sum"}

@@ -36,6 +36,12 @@ def given(hf_engines, hybrids, ask, tmp_path_factory):
     return given
 
 
+def same_cache(a, b):
+    """Bit for bit, in every layer."""
+    pairs = ((a.keys, b.keys), (a.values, b.values))
+    return all(x.keys() == y.keys() and all(torch.equal(x[i], y[i]) for i in x) for x, y in pairs)
+
+
 def never(*_):
     raise AssertionError("computed again")
 
@@ -52,7 +58,7 @@ def test_a_pass_is_computed_once_in_memory_and_by_other_processes(given, checkpo
         again = other.get(asked, "language", hf_plan())
         for one, two in ((found, again), (truth, Passes.of(checkpoints[QWEN2]).truth(asked, "language"))):
             assert (one.bits, one.created) == (two.bits, two.created)  # what was stored says when it was made
-            assert list(one.states) == list(two.states)
+            assert list(one.states) == list(two.states) and same_cache(one.cache, two.cache)
             assert all(torch.equal(one.states[n], two.states[n]) for n in one.states)
         for plan in (sglang_plan(), hf_plan().switched("fp8", "channel/token")):  # shows that the check can fail
             with pytest.raises(AssertionError, match="computed again"):
@@ -62,6 +68,7 @@ def test_a_pass_is_computed_once_in_memory_and_by_other_processes(given, checkpo
 
 def test_another_input_code_device_or_environment_is_another_pass(given, checkpoints, folder, monkeypatch):
     asked, _ = given(QWEN2)
+
     def names(asked=asked):
         ours_now = Passes.of(checkpoints[QWEN2])
         return {ours_now.key("pass", asked.digest(part)) for part in asked.parts}
@@ -101,9 +108,9 @@ def test_a_plan_that_differs_from_a_layer_on_starts_there_with_the_same_bits(fam
     hybrid, begun = hybrids(family), []
     compute = passes.run_plan
 
-    def watched(hybrid, asked, plan, part, before):
+    def watched(hybrid, asked, plan, part, before, cache):
         begun.append(0 if before is None else before[0])
-        return compute(hybrid, asked, plan, part, before)
+        return compute(hybrid, asked, plan, part, before, cache)
 
     monkeypatch.setattr(passes, "run_plan", watched)
     for part in asked.parts:
@@ -119,6 +126,7 @@ def test_a_plan_that_differs_from_a_layer_on_starts_there_with_the_same_bits(fam
                 assert begun == [layer]
                 alone = Passes(hybrid).get(asked, part, plan)
                 assert found.bits == alone.bits and list(found.bits) == list(alone.bits)
+                assert same_cache(found.cache, alone.cache)
                 assert begun == [layer, 0]
 
 
@@ -148,11 +156,6 @@ def test_attention_of_equal_inputs_is_computed_once_and_of_others_is_not(given, 
         ours.get(asked, "vision", plan)
     assert calls == ["hf"] * hybrid.vision_depth
     ours.get(asked, "vision", hf_plan().switched("patch_embed", "sglang"))
-    assert (
-        len(calls) > hybrid.vision_depth
-        or ours.get(asked, "vision", hf_plan()).bits
-        == ours.get(asked, "vision", hf_plan().switched("patch_embed", "sglang")).bits
-    )
     ours.get(asked, "vision", hf_plan().switched("vit_attention", "sglang"))
     assert calls.count("sglang") == hybrid.vision_depth
 

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from vlmlab import arithmetic, store
 from vlmlab.causes import Cause, Plan, causes_of, hf_plan, sglang_plan
-from vlmlab.checkpoint import Checkpoint
 from vlmlab.compare import check_comparable
 from vlmlab.errors import VlmlabError
 from vlmlab.hybrid import Hybrid
@@ -205,22 +204,27 @@ class ExplainedSteps:
     alone: dict[str, Tensor]
 
 
-def explain_steps(checkpoint: Checkpoint, baseline: Trace, target: Trace, tokens: Sequence[int]) -> ExplainedSteps:
+def explain_steps(passes: Passes, baseline: Trace, target: Trace, tokens: Sequence[int]) -> ExplainedSteps:
     """The truth, both engines' arithmetic, and every cause of the language model alone, step by step of an answer.
 
-    Args: baseline, target: Transformers' and SGLang's traces of the prefill. tokens: [S] input of every step.
+    Args: passes: over the checkpoint. baseline, target: Transformers' and SGLang's traces of the prefill. tokens: [S]
+    input of every step.
     """
-    hybrid, exact = Hybrid(checkpoint), Hybrid(checkpoint, torch.float64)
+    hybrid = passes.hybrid
     asked, end = asked_of(hybrid, baseline, baseline), part_end(hybrid, "language")
     start, goal = hf_plan(baseline.info.attention), sglang_plan(available(hybrid.device, target.info.flags))
-    before = run_answer(hybrid, asked, tokens, start)
-    alone = {}
+
+    def run(plan: Plan, exact: bool = False) -> dict[str, Tensor]:
+        prefill = passes.truth(asked, "language") if exact else passes.get(asked, "language", plan)
+        forward, first = passes.exact if exact else hybrid, prefill.states["logits"]
+        return run_answer(forward, asked, tokens, plan, prefill.cache.copy(), first)
+
+    before, alone = run(start), {}
     for cause in causes_of(hybrid.family, "language"):
-        states = run_answer(hybrid, asked, tokens, start.switched(cause.name, goal.how(cause.name)))
+        states = run(start.switched(cause.name, goal.how(cause.name)))
         if any(differing(states[name], before[name]) for name in before):
             alone[cause.name] = rel_l2_error(before[end], states[end])
-    after, truth = run_answer(hybrid, asked, tokens, goal), run_answer(exact, asked, tokens, start)
-    return ExplainedSteps(end, truth, before, after, alone)
+    return ExplainedSteps(end, run(hf_plan(), exact=True), before, run(goal), alone)
 
 
 def _larger_subsets(causes: Sequence[Cause]) -> Iterator[tuple[Cause, ...]]:

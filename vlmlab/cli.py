@@ -495,7 +495,7 @@ def _notebooks(options: argparse.Namespace) -> int:
         from vlmlab.engines import Engines
         from vlmlab.generation import STEPS, capture_answers
         from vlmlab.inputs import reference_inputs
-        from vlmlab.notebooks import parameter_names, run_notebook, write_html
+        from vlmlab.notebooks import export_notebook, parameter_names
         from vlmlab.passes import Passes, counted
         from vlmlab.report import investigate, write_report
 
@@ -516,11 +516,13 @@ def _notebooks(options: argparse.Namespace) -> int:
             capture_answers(checkpoint, inputs, hf, sglang, STEPS, **(about | {"fresh": False}))
         given = {} if options.model is None else {"model": str(checkpoint.folder)}
         for notebook in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
-            say(f"notebook {notebook.stem.replace('_', ' ')}")
-            names = parameter_names(notebook)
-            executed = run_notebook(notebook, {name: value for name, value in given.items() if name in names})
-            page = write_html(executed, out / f"{notebook.stem}.html", {str(checkpoint.folder): checkpoint.name})
-            say.line(str(out / page.name))
+            number, _, question = notebook.stem.partition("_")
+            say(f"notebook {number}: {question.replace('_', ' ')}?")
+            began_this, page = time.perf_counter(), out / f"{notebook.stem}.html"
+            chosen = {name: value for name, value in given.items() if name in parameter_names(notebook)}
+            earlier = export_notebook(notebook, chosen, page, {str(checkpoint.folder): checkpoint.name}, options.fresh)
+            unchanged = "" if earlier is None else f", nothing changed since {earlier}"
+            say.line(f"{page} ({time.perf_counter() - began_this:.0f} s{unchanged})")
     computed = counted(began)
     print(f"{len(computed)} forward passes computed, {sum(n > 1 for n in computed.values())} of them more than once")
     print(f"all done ({time.perf_counter() - start:.0f} s)")

@@ -46,6 +46,15 @@ class Cache:
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
 
+    def copy(self) -> "Cache":
+        """One to extend, this one stays: what is appended is new tensors."""
+        return Cache(dict(self.keys), dict(self.values))
+
+    def forget(self, layer: int) -> None:
+        """Drop a layer's, if there are any."""
+        self.keys.pop(layer, None)
+        self.values.pop(layer, None)
+
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add [1, K, T, h] of new tokens. Returns: all keys and values of the layer."""
         if layer in self.keys:

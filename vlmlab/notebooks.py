@@ -1,20 +1,26 @@
 """Executed notebooks to HTML files that load nothing from a network.
 
 parameter_names     what a notebook can be given
+export_notebook     execute one and write its page, or write the page of an earlier time when nothing has changed since
 run_notebook        execute one notebook with parameters; an error in a cell is an error here
 write_html          an executed notebook as one HTML file, its widgets as they stood at the end
 show_answer         a notebook's computed answer, as its first output
 """
 
 import copy
+import hashlib
 import re
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from html import escape
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from vlmlab import store
+from vlmlab.checkpoint import DATA
 from vlmlab.errors import VlmlabError
+from vlmlab.machine import device_info, versions
 from vlmlab.page import policy, text, write_page
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
@@ -26,6 +32,34 @@ def parameter_names(notebook: Path) -> set[str]:
     import papermill
 
     return set(papermill.inspect_notebook(str(notebook)))
+
+
+def export_notebook(
+    notebook: Path, parameters: Mapping[str, Any], file: Path, private: Mapping[str, str], fresh: bool = False
+) -> str | None:
+    """Execute a notebook and write its page; the page says when and on what.
+
+    Args: notebook, parameters: see run_notebook. file, private: see write_html. fresh: execute even when nothing that
+    it reads has changed since it was last executed here: notebook, parameters, package, data, versions, device.
+    Returns: None, or when the page was made, if it is an earlier one.
+    Raises: VlmlabError: see run_notebook and write_html.
+    """
+    data = hashlib.sha256()
+    for path in sorted(path for path in DATA.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
+        data.update(path.relative_to(DATA).as_posix().encode() + path.read_bytes())
+    device, modules = device_info(), tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.py")))
+    about = {"notebook": notebook.read_text(encoding="utf-8"), "parameters": dict(parameters), "data": data.hexdigest()}
+    key = store.key_of("page", about | {"versions": versions(), "device": device}, modules)
+    kept = None if fresh else store.read_json(key)
+    if kept is None:
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        executed = run_notebook(notebook, parameters)
+        where = f"Executed {created} on {device['name']} ({device['capability']})."
+        write_html(executed, file, private, where)
+        store.write_json(key, {"created": created, "page": file.read_text(encoding="utf-8")})
+        return None
+    write_page(kept["page"], file, private)
+    return str(kept["created"])
 
 
 def run_notebook(notebook: Path, parameters: Mapping[str, Any], timeout_s: int = 1800) -> Any:
@@ -53,10 +87,11 @@ def run_notebook(notebook: Path, parameters: Mapping[str, Any], timeout_s: int =
         raise VlmlabError(f"{notebook.name}: a cell took longer than {timeout_s} s") from error
 
 
-def write_html(executed: Any, file: Path, private: Mapping[str, str] | None = None) -> Path:
+def write_html(executed: Any, file: Path, private: Mapping[str, str] | None = None, where: str = "") -> Path:
     """Write an executed notebook as one HTML file without scripts, addresses to load from and paths of this machine.
 
     Args: executed: notebook node. file: HTML file to write. private: texts of this machine and what replaces them.
+    where: a sentence for its top.
     Returns: file. Raises: VlmlabError: disk full, the page would load something, or it names this machine's folders.
     """
     from nbconvert import HTMLExporter
@@ -71,7 +106,11 @@ def write_html(executed: Any, file: Path, private: Mapping[str, str] | None = No
     head, tag, rest = page.partition("<head>")
     if not tag:
         raise VlmlabError(f"{file.name}: nbconvert's page has no head for the tag that forbids every load")
-    return write_page(f"{head}{tag}{policy()}{rest}", file, private)
+    before, body, after = rest.partition("<main>")
+    if where and not body:
+        raise VlmlabError(f"{file.name}: nbconvert's page has no main part for the sentence at its top")
+    note = f"<p><small>{text(where)}</small></p>" if where else ""
+    return write_page(f"{head}{tag}{policy()}{before}{body}{note}{after}", file, private)
 
 
 def _without_widgets(executed: Any) -> Any:

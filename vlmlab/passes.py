@@ -26,7 +26,7 @@ from vlmlab import arithmetic, store
 from vlmlab.causes import Plan, causes_of, hf_plan
 from vlmlab.checkpoint import Checkpoint
 from vlmlab.hookpoints import is_stream
-from vlmlab.hybrid import Hybrid
+from vlmlab.hybrid import Cache, Hybrid
 from vlmlab.machine import device_info, versions
 from vlmlab.metrics import digest
 from vlmlab.replay import Asked, Closure, closure, differing, run_plan
@@ -43,11 +43,13 @@ class Pass:
     """What is kept of one part of a forward pass.
 
     Attributes: states: hook points of the stream, router logits and logits to [T, D], on the CPU. bits: every hook
-    point, in forward order, to its digest. created: UTC time of computing. seconds: that took.
+    point, in forward order, to its digest. cache: keys and values of the language model, to decode from. created: UTC
+    time of computing. seconds: that took.
     """
 
     states: dict[str, Tensor]
     bits: dict[str, str]
+    cache: Cache
     created: str
     seconds: float
 
@@ -63,7 +65,10 @@ class Passes:
         self, hybrid: Hybrid, exact: Hybrid | Callable[[], Hybrid] | None = None, stored: bool = False
     ) -> None:
         self.hybrid, self._make_exact, self.stored = hybrid, exact, stored
-        self._kept, self._whole = _Kept[Pass](REMEMBERED_BYTES), _Kept[tuple[Plan, dict[str, Tensor]]](WHOLE_BYTES)
+        self._kept, self._whole = (
+            _Kept[Pass](REMEMBERED_BYTES),
+            _Kept[tuple[Plan, dict[str, Tensor], Cache]](WHOLE_BYTES),
+        )
         self._traces: list[tuple[Trace, dict[str, str]]] = []
         if hybrid.by is arithmetic:
             hybrid.by = _Steps()
@@ -100,7 +105,9 @@ class Passes:
                     _write(name, found)
                     line = {"pass": {"part": part, "plan": dict(ways), "dtype": key[3], "asked": key[0]}}
                     store.note(line | {"created": found.created, "seconds": found.seconds})
-            self._kept.put(key, found, found.states.values())
+            self._kept.put(
+                key, found, [*found.states.values(), *found.cache.keys.values(), *found.cache.values.values()]
+            )
         return found
 
     def key(self, kind: str, content: Any) -> str:
@@ -116,18 +123,20 @@ class Passes:
         return store.key_of(kind, about, CODE)
 
     def _compute(self, asked: Asked, part: str, plan: Plan, dtype: torch.dtype, key: tuple) -> Pass:
-        start, begun = time.perf_counter(), None
+        start, begun, cache = time.perf_counter(), None, Cache()
         hybrid = self.hybrid if dtype == self.hybrid.dtype else self.exact
         causes, depth = causes_of(hybrid.family, part), hybrid.depths[part]
-        for other, (earlier, states) in self._whole.items():
+        for other, (earlier, states, known) in self._whole.items():
             alike = plan.agrees(earlier, causes, depth) if (*other[:2], other[3]) == (*key[:2], key[3]) else 0
             if alike > (begun[0] if begun else 0):
-                begun = alike, states
-        states = run_plan(hybrid, asked, plan, part, begun)
-        self._whole.put(key, (plan, states), states.values())
+                begun, cache = (alike, states), known.copy()
+        for layer in range(begun[0] if begun else 0, depth):
+            cache.forget(layer)
+        states = run_plan(hybrid, asked, plan, part, begun, cache)
+        self._whole.put(key, (plan, states, cache), states.values())
         kept = {name: state for name, state in states.items() if is_stream(name) or name.endswith("logits")}
         bits = {name: digest(state) for name, state in states.items()}
-        return Pass(kept, bits, datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter() - start)
+        return Pass(kept, bits, cache, datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter() - start)
 
     def missed(self, trace: Trace, found: Pass) -> list[str]:
         """Hook points of a trace, of those that a pass has, whose bits it does not give. The narrower dtype is widened,
@@ -231,17 +240,25 @@ def _read(name: str) -> Pass | None:
     try:
         with safe_open(path, "pt") as tensors:
             about = json.loads(tensors.metadata()["pass"])
-            return Pass({name: tensors.get_tensor(name) for name in about.pop("order")}, **about)
+            states = {name: tensors.get_tensor(name) for name in about.pop("order")}
+            keys, values = (
+                {i: tensors.get_tensor(f"{what}.{i}") for i in range(about["layers"])} for what in ("keys", "values")
+            )
+            del about["layers"]
+            return Pass(states, cache=Cache(keys, values), **about)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError):
         return None
 
 
 def _write(name: str, found: Pass) -> None:
-    about = {"order": list(found.states), "bits": found.bits, "created": found.created, "seconds": found.seconds}
+    about = {"order": list(found.states), "layers": len(found.cache.keys), "bits": found.bits}
+    about |= {"created": found.created, "seconds": found.seconds}
+    cached = {f"keys.{i}": keys for i, keys in found.cache.keys.items()}
+    cached |= {f"values.{i}": values for i, values in found.cache.values.items()}
     with disk_errors():
         written = store.partial(name)
         try:
-            states = {key: state.contiguous() for key, state in found.states.items()}
+            states = {key: state.cpu().contiguous() for key, state in (found.states | cached).items()}
             save_file(states, written, metadata={"pass": json.dumps(about)})
             store.finish(written, name)
         finally:

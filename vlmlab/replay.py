@@ -1,7 +1,7 @@
 """The hybrid forward on what an engine was given: the whole pass, or every operation from the engine's own input.
 
 Asked, asked_of, asked_of_step  what a trace's forward pass was given
-run_answer          a prefill and decode steps
+run_answer          the decode steps after a prefill
 run_plan, walk_plan the whole forward pass under a plan: all its states, or one after the other
 local_states        every operation run again from the trace's own captured input
 closure             how much of a trace is reproduced bit for bit
@@ -78,44 +78,57 @@ def asked_of_step(prefill: Asked, step: int, token: int) -> Asked:
 
 @torch.no_grad()
 def walk_plan(
-    hybrid: Hybrid, asked: Asked, plan: Plan, part: str | None, record: Record, begun: Begun | None = None
+    hybrid: Hybrid,
+    asked: Asked,
+    plan: Plan,
+    part: str | None,
+    record: Record,
+    begun: Begun | None = None,
+    cache: Cache | None = None,
 ) -> None:
     """The forward pass, hook point by hook point.
 
     Args: hybrid: weights. asked: input. plan: how. part: "vision", "language" or None for both. record: gets every hook
-    point's live tensor; what it raises ends the pass. begun: layers of the part that are computed already.
+    point's live tensor; what it raises ends the pass. begun: layers of the part that are computed already. cache: gets
+    the keys and values of the layers that are computed.
     """
     if part != "language" and asked.pixels is not None and asked.grid_thw is not None:
         hybrid.vision(asked.pixels, asked.grid_thw, plan, record, begun)
     if part != "vision":
         seen = _cast(asked.seen, hybrid.dtype)
-        hybrid.language(asked.input_ids, asked.positions, plan, seen, record=record, begun=begun)
+        hybrid.language(asked.input_ids, asked.positions, plan, seen, cache, record, begun)
 
 
 def run_plan(
-    hybrid: Hybrid, asked: Asked, plan: Plan, part: str | None = None, begun: Begun | None = None
+    hybrid: Hybrid,
+    asked: Asked,
+    plan: Plan,
+    part: str | None = None,
+    begun: Begun | None = None,
+    cache: Cache | None = None,
 ) -> dict[str, Tensor]:
     """The forward pass.
 
     Args: as of walk_plan. Returns: hook point to [T, D] tensor on the CPU.
     """
     states: dict[str, Tensor] = {}
-    walk_plan(hybrid, asked, plan, part, states.__setitem__, begun)
+    walk_plan(hybrid, asked, plan, part, states.__setitem__, begun, cache)
     before = {} if begun is None else {n: state for n, state in begun[1].items() if hybrid.below(n, begun[0])}
     return before | {name: state.cpu() for name, state in states.items()}
 
 
 @torch.no_grad()
-def run_answer(hybrid: Hybrid, asked: Asked, tokens: Sequence[int], plan: Plan) -> dict[str, Tensor]:
-    """The prefill and a decode step for every token.
+def run_answer(
+    hybrid: Hybrid, asked: Asked, tokens: Sequence[int], plan: Plan, cache: Cache, first: Tensor
+) -> dict[str, Tensor]:
+    """A decode step for every token.
 
-    Args: hybrid: weights and dtype. asked: the prefill. tokens: [S] input of every step. plan: how.
+    Args: hybrid: weights and dtype. asked: the prefill. tokens: [S] input of every step. plan: how. cache: of the
+    prefill under the plan; extended. first: [1, V] its logits.
     Returns: hook point of the language model to [S, D], one row a step, on the CPU; "logits" to [S + 1, V], the
     prefill's first.
     """
-    cache, rows = Cache(), dict[str, list[Tensor]]()
-    seen = _cast(asked.seen, hybrid.dtype)
-    first = hybrid.language(asked.input_ids, asked.positions, plan, seen, cache)
+    rows = dict[str, list[Tensor]]()
 
     def record(name: str, state: Tensor) -> None:
         rows.setdefault(name, []).append(state)
