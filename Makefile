@@ -3,14 +3,18 @@
 # make lab      JupyterLab on notebooks/
 # make bench    the figures of benchmarks/
 # make pictures the README's pictures, from the report (needs Chromium)
+# make lock     requirements.lock from pyproject.toml: locked versions stay where they can (UPGRADE=1 takes the newest)
 # make clean    removes the environment, stored captures and reports
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
+UV := $(VENV)/bin/uv
 READY := $(VENV)/.ready
+# Where bytecode may not be written, every process compiles both engines anew: 12 s of import.
+unexport PYTHONDONTWRITEBYTECODE
 export VLMLAB_CACHE := $(CURDIR)/.cache/captures
 
-.PHONY: report test lab bench pictures clean
+.PHONY: report test lab bench pictures lock clean
 .DELETE_ON_ERROR:
 
 report: $(READY)
@@ -40,9 +44,20 @@ pictures: report
 clean:
 	rm -rf $(VENV) .cache reports
 
-$(READY): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "vlmlab needs Python 3.11; make PYTHON=/path/to/python3.11")'
-	@echo "creating $(VENV): about 3 minutes and 11 GB"
-	@$(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[sglang,test]"
+# Versions without hashes: 9 kB that a reader can review, not 500 kB. A released file is not replaced in the public registry.
+lock: $(UV)
+	@$(UV) pip compile pyproject.toml --quiet --extra sglang --extra test --python-version 3.11 --universal \
+		--no-annotate --custom-compile-command "make lock" --output-file requirements.lock $(if $(UPGRADE),--upgrade)
+
+$(READY): pyproject.toml requirements.lock | $(UV)
+	@echo "installing the packages of requirements.lock: about a minute and 11 GB"
+	@$(UV) pip install --python $(VENV)/bin/python --exact --requirements requirements.lock --editable ".[sglang,test]" \
+		|| { echo "$(VENV) is not ready: no network, a full disk, or a pyproject.toml that needs make lock" >&2; exit 1; }
 	@touch $@
+
+$(UV):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "vlmlab needs Python 3.11; make PYTHON=/path/to/python3.11")'
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9 \
+		|| { echo "$(VENV) is not ready: pip could not fetch uv; is there a network?" >&2; exit 1; }

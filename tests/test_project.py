@@ -2,10 +2,14 @@
 
 import re
 import subprocess
+import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,6 +33,82 @@ def test_conda_pins_equal_those_of_pyproject():
 
 def test_the_pin_check_can_fail():
     assert conda_pins("  - pip:\n      - torch==1\n      - --editable .\n") == {"torch==1"}
+
+
+def inexact(lock):
+    """Lines of a lock that are not `name==version`, with a marker or without; comments aside."""
+
+    def exact(line):
+        try:
+            pin = Requirement(line)
+        except InvalidRequirement:
+            return False
+        return not pin.url and not pin.extras and re.fullmatch(r"==[\w.!+-]+", str(pin.specifier)) is not None
+
+    return [line for line in lock.splitlines() if not line.startswith("#") and not exact(line)]
+
+
+def pins(lock):
+    """Name and version of every line of a lock that applies to this machine."""
+    lines = [Requirement(line) for line in lock.splitlines() if not line.startswith("#")]
+    return {
+        canonicalize_name(pin.name): str(pin.specifier).removeprefix("==")
+        for pin in lines
+        if pin.marker is None or pin.marker.evaluate()
+    }
+
+
+def unlocked(requirements, versions):
+    """Requirements that no locked version satisfies."""
+    wanted = {line: Requirement(line) for line in requirements}
+    found = {line: versions.get(canonicalize_name(wanted[line].name)) for line in wanted}
+    return [line for line in wanted if found[line] is None or not wanted[line].specifier.contains(found[line], True)]
+
+
+def differing(versions, installed):
+    """`name installed, locked version` wherever the two differ; what is not installed does not count."""
+    return [
+        f"{name} {installed[name]}, locked {version}"
+        for name, version in versions.items()
+        if installed.get(name, version) != version
+    ]
+
+
+def test_every_line_of_the_lock_is_an_exact_pin_and_names_no_host():
+    lock = (ROOT / "requirements.lock").read_text()
+    assert inexact(lock) == []
+    assert "://" not in lock
+
+
+def test_the_exact_pin_check_can_fail():
+    right = ["# made by", "a==1", 'b==1.0.post1+cpu ; sys_platform == "linux"']
+    wrong = ["a>=1", "a", "a==1.*", "a==1,<2", "a[x]==1", "a @ https://host/a.whl", "--index-url https://host", ""]
+    assert inexact("\n".join([*wrong, *right])) == wrong
+
+
+def test_the_lock_satisfies_pyproject():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = sum(project["optional-dependencies"].values(), project["dependencies"])
+    assert unlocked(wanted, pins((ROOT / "requirements.lock").read_text())) == []
+
+
+def test_the_lock_check_can_fail():
+    versions = pins('a==2\nb==1 ; python_version < "3"\nx-y==1rc1\n')
+    assert unlocked(["a>=2,<3", "X_y>=1rc1"], versions) == []
+    assert unlocked(["a==1", "a<2", "b", "c", "x-y>=1"], versions) == ["a==1", "a<2", "b", "c", "x-y>=1"]
+
+
+def test_make_installed_what_is_locked():
+    installed = {canonicalize_name(found.metadata["Name"]): found.version for found in metadata.distributions()}
+    found = differing(pins((ROOT / "requirements.lock").read_text()), installed)
+    if found and Path(sys.prefix).resolve() != ROOT.resolve() / ".venv":
+        pytest.skip(f"not the environment that make installs: {'; '.join(found)}")
+    assert found == []
+
+
+def test_the_installed_check_can_fail():
+    versions = {"a": "1", "b": "2.0", "c": "3"}
+    assert differing(versions, {"a": "1", "b": "2.0+cpu"}) == ["b 2.0+cpu, locked 2.0"]
 
 
 def test_every_make_target_in_the_readme_exists():
