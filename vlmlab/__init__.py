@@ -34,6 +34,7 @@ engines             the two engines of one checkpoint, each started once
 hypotheses          what else could have moved an answer, each as one change of an input
 on_policy           what rl_on_policy_target changes in SGLang, and what stands for each change alone
 ask                 grounding cases asked of an engine, of the hybrid forward or of a server
+batching            what asking several cases at once changes in their logits and answers
 compare             two traces aligned: one row per hook point, one value per token
 drift               two generated texts, step by step: distributions, states, growth, ways to compute
 rollout             log-probabilities of tokens that one engine drew and another scores

@@ -122,9 +122,10 @@ def stacked_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
     return list(F.linear(x, torch.cat(list(weights)), bias).split([len(w) for w in weights], -1))
 
 
-def head(x: Tensor, weight: Tensor, how: str) -> Tensor:
-    """Logits of the last position. Args: x: [T, D]. weight: [V, D]. Returns: [1, V]."""
-    return F.linear(x[-1:], weight) if how == "hf" else torch.matmul(x[-1:], weight.T)
+def head(x: Tensor, weight: Tensor, how: str, batch: int = 1) -> Tensor:
+    """Logits of the last position of every sequence. Args: x: [B * T, D]. weight: [V, D]. Returns: [B, V]."""
+    last = x[len(x) // batch - 1 :: len(x) // batch]
+    return F.linear(last, weight) if how == "hf" else torch.matmul(last, weight.T)
 
 
 # ---------------------------------------------------------------------------------------------------- attention
@@ -164,12 +165,12 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor, how: str) -> Tensor:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, how: str) -> Tensor:
     """Attention of the last T of S tokens over all of them.
 
-    Args: q: [1, H, T, h]. k, v: [1, K, S, h]; T == S, or T == 1. how: "hf" and "sglang" are SDPA on differently laid
+    Args: q: [B, H, T, h]. k, v: [B, K, S, h]; T == S, or T == 1. how: "hf" and "sglang" are SDPA on differently laid
     out memory; "eager" is Transformers' own; "kernel" is Triton in a prefill, and "sglang" in a decode step.
-    Returns: [T, H * h].
+    Returns: [B * T, H * h].
     """
     if how == "kernel" and q.shape[2] == k.shape[2]:
-        return kernels.causal_attention(q, k, v)
+        return torch.cat([kernels.causal_attention(*(x[None] for x in one)) for one in zip(q, k, v, strict=True)])
     scale, tokens = q.shape[-1] ** -0.5, q.shape[2]
     if how == "eager":
         mask = torch.zeros(tokens, k.shape[2], dtype=q.dtype, device=q.device)
@@ -182,7 +183,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, how: str) -> Tensor:
             q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=tokens > 1, scale=scale, enable_gqa=grouped)
-    return out[0].transpose(0, 1).reshape(tokens, -1)
+    return out.transpose(1, 2).reshape(len(out) * tokens, -1)
 
 
 # ---------------------------------------------------------------------------------------------------- positions

@@ -2,12 +2,13 @@
 
 ask_hf          Transformers, in process
 ask_sglang      the real SGLang engine
-ask_hybrid      the hybrid forward in several ways: Way, its plan, dtype and hypothesis
-Forward         the same one case at a time, with its tokens and logits: Reply
+ask_hybrid      the hybrid forward in several ways, cases batched: Way, its plan, dtype and hypothesis
+Forward         the same, one case alone or several at once, with their tokens and logits: Reply
 ask_server      any server with OpenAI's chat completions
 
-All ask one case at a time, since other cases in the batch may change its bits (the cause `batch_shape`), and greedily:
-the likeliest token, without temperature or penalty, up to the tokenizer's end or padding token or LONGEST tokens.
+All but ask_hybrid ask one case at a time, since other cases in the batch may change its bits (the cause `batch_shape`);
+what they change in ask_hybrid, vlmlab.batching counts. All ask greedily: the likeliest token, without temperature or
+penalty, up to the tokenizer's end or padding token or LONGEST tokens.
 Answers keep their special tokens except the end. A server does as its operator says: see ask_server.
 """
 
@@ -46,6 +47,7 @@ TIMEOUT_S = 120.0
 GIVE_UP = 3  # requests in a row
 LARGEST_REPLY = 1_000_000  # bytes
 KEPT_PREFILLS = 8  # a baseline and the plans that it is compared with
+TOGETHER = 16  # cases in a batch
 
 
 # ---------------------------------------------------------------------------------------------------- here
@@ -66,11 +68,12 @@ def ask_hf(checkpoint: Checkpoint, cases: Sequence[Case]) -> list[str]:
             inputs = _inputs(checkpoint, case)
             cache = DynamicCache(config=engine.model.config.get_text_config())
 
-            def step(ids: Tensor, positions: Tensor, cache: Any = cache) -> Tensor:
-                ids, positions = ids[None].to(engine.device), positions[:, None].to(engine.device)
-                return engine.model(ids, position_ids=positions, past_key_values=cache, use_cache=True).logits[0]
+            def step(ids: Tensor, positions: Tensor, _: None, cache: Any = cache) -> Tensor:
+                ids, positions = ids.to(engine.device), positions.to(engine.device)
+                return engine.model(ids, position_ids=positions, past_key_values=cache, use_cache=True).logits[:, -1]
 
-            tokens, _ = text.greedy(engine.forward(inputs, cache), engine.positions(inputs), step)
+            start = int(engine.positions(inputs).max()) + 1
+            ((tokens, _),) = text.greedy(engine.forward(inputs, cache), [start], step)
             answers.append(text.until_end(tokens))
     return answers
 
@@ -123,16 +126,15 @@ class Reply:
 
 @dataclass(frozen=True)
 class _Prefill:
-    """A prompt, read. cache: of its tokens. logits: [1, V] after it. positions: [3, T]. resized: as in Reply."""
+    """Prompts, read at once. cache: of their tokens. logits: [B, V] after them. starts: [B] next position of each."""
 
     cache: Cache
     logits: Tensor
-    positions: Tensor
-    resized: Size
+    starts: list[int]
 
 
 class Forward:
-    """The hybrid forward, asked. It keeps weights per dtype, and of the last case vision outputs and a few prefills.
+    """The hybrid forward, asked. It keeps weights per dtype, and of the last cases vision outputs and a few prefills.
 
     Args: checkpoint: to load.
     """
@@ -140,47 +142,83 @@ class Forward:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint, self.text = checkpoint, _Text(checkpoint)
         self._hybrids: dict[torch.dtype | None, Hybrid] = {}
-        self._case: Case | None = None
+        self._cases: tuple[Case, ...] = ()
         self._seen: dict[tuple, tuple[Inputs, Seen]] = {}
         self._prefills: deque[tuple[Way, _Prefill]] = deque(maxlen=KEPT_PREFILLS)
 
     @torch.no_grad()
     def ask(self, case: Case, way: Way, forced: Sequence[int] = ()) -> Reply:
-        """One answer.
+        """One answer, of the case alone.
 
         Args: case: to ask. way: how to compute. forced: tokens to follow before choosing.
         Raises: VlmlabError: the picture is none for the checkpoint's processor.
         """
-        if case is not self._case:
-            self._case = case
+        self._keep((case,))
+        hybrid = self._hybrid(way)
+        asked, resized = self._asked(hybrid, case, way)
+        known = next((prefill for other, prefill in self._prefills if other is way), None)
+        if known is None:
+            known = _read(hybrid, [asked], way.plan)
+            self._prefills.append((way, known))
+        ((tokens, logits),) = self._follow(hybrid, known, way.plan, forced)
+        return Reply(self.text.until_end(tokens), tuple(tokens), logits, resized)
+
+    @torch.no_grad()
+    def ask_at_once(self, cases: Sequence[Case], way: Way) -> list[Reply]:
+        """Several answers: equally long prompts share every pass of the language model, TOGETHER at most.
+
+        Cases are asked alone where a batch is another function (see FP8Weights.mixes_rows).
+        Args: cases: to ask. way: how to compute. Returns: one Reply a case. Raises: as ask.
+        """
+        self._keep(tuple(cases))
+        hybrid = self._hybrid(way)
+        schemes = {way.plan.how("fp8", layer) for layer in range(hybrid.depth)}
+        most = 1 if any(map(hybrid.fp8.mixes_rows, schemes)) else TOGETHER
+        given = [self._asked(hybrid, case, way) for case in cases]
+        alike: dict[tuple, list[int]] = {}
+        for i, (asked, _) in enumerate(given):
+            shapes = () if asked.seen is None else (asked.seen.features.shape, len(asked.seen.deepstack))
+            alike.setdefault((len(asked.input_ids), *shapes), []).append(i)
+        replies: dict[int, Reply] = {}
+        for batch in (group[k : k + most] for group in alike.values() for k in range(0, len(group), most)):
+            prefill = _read(hybrid, [given[i][0] for i in batch], way.plan)
+            for i, (tokens, logits) in zip(batch, self._follow(hybrid, prefill, way.plan), strict=True):
+                replies[i] = Reply(self.text.until_end(tokens), tuple(tokens), logits, given[i][1])
+        return [replies[i] for i in range(len(cases))]
+
+    def _keep(self, cases: tuple[Case, ...]) -> None:
+        """Forget what is known of other cases."""
+        if [*map(id, cases)] != [*map(id, self._cases)]:
+            self._cases = cases
             self._seen.clear()
             self._prefills.clear()
+
+    def _hybrid(self, way: Way) -> Hybrid:
         if way.dtype not in self._hybrids:
             self._hybrids[way.dtype] = Hybrid(self.checkpoint, way.dtype)
-        hybrid = self._hybrids[way.dtype]
-        known = next((prefill for other, prefill in self._prefills if other is way), None)
-        prefill = self._prefill(hybrid, case, way) if known is None else known
-        cache = Cache(dict(prefill.cache.keys), dict(prefill.cache.values))  # extended by new tensors, never in place
+        return self._hybrids[way.dtype]
 
-        def step(ids: Tensor, positions: Tensor) -> Tensor:
-            return hybrid.language(ids, positions, way.plan, None, cache)
-
-        tokens, logits = self.text.greedy(prefill.logits, prefill.positions, step, forced)
-        return Reply(self.text.until_end(tokens), tuple(tokens), logits, prefill.resized)
-
-    def _prefill(self, hybrid: Hybrid, case: Case, way: Way) -> "_Prefill":
+    def _asked(self, hybrid: Hybrid, case: Case, way: Way) -> tuple[Asked, Size]:
+        """What the language model is given, and the picture's size as the model saw it, px."""
         inputs, seen = self._see(hybrid, case, way)
         assert inputs.image_grid_thw is not None
         positions = hybrid.positions(inputs.input_ids, inputs.image_grid_thw)
         asked = Asked(inputs.input_ids, positions, None, None, seen)
-        if way.hypothesis.asked is not None:
-            asked = way.hypothesis.asked(asked)
-        cache = Cache()
-        logits = hybrid.language(asked.input_ids, asked.positions, way.plan, asked.seen, cache)
         _, rows, columns = (inputs.image_grid_thw[0] * self.checkpoint.config["vision_config"]["patch_size"]).tolist()
-        found = _Prefill(cache, logits, asked.positions, (columns, rows))
-        self._prefills.append((way, found))
-        return found
+        return asked if way.hypothesis.asked is None else way.hypothesis.asked(asked), (columns, rows)
+
+    def _follow(
+        self, hybrid: Hybrid, prefill: _Prefill, plan: Plan, forced: Sequence[int] = ()
+    ) -> list[tuple[list[int], Tensor]]:
+        """Greedy tokens and logits of every sequence."""
+        cache = Cache(dict(prefill.cache.keys), dict(prefill.cache.values))  # extended by new tensors, never in place
+
+        def step(ids: Tensor, positions: Tensor, going: list[int] | None) -> Tensor:
+            if going is not None:
+                cache.keep(going)
+            return hybrid.language(ids, positions, plan, None, cache)
+
+        return self.text.greedy(prefill.logits, prefill.starts, step, forced)
 
     def fp8_by(self, scheme: str) -> str:
         """What has computed the products of an FP8 scheme so far, "" where nothing has. Args: scheme: of SCHEMES."""
@@ -188,15 +226,18 @@ class Forward:
         return " and ".join(sorted(set().union(*by)))
 
     def judge(self, case: Case, way: Way) -> Outcome:
-        """One judged answer."""
-        reply = self.ask(case, way)
+        """One judged answer, of the case alone."""
+        return self.judged(case, way, self.ask(case, way))
+
+    def judged(self, case: Case, way: Way, reply: Reply) -> Outcome:
+        """An answer to a case, judged in the frame that the way reads it in."""
         return judge(case, reply.answer, way.hypothesis.family or self.checkpoint.family, reply.resized)
 
     def _see(self, hybrid: Hybrid, case: Case, way: Way) -> tuple[Inputs, Seen]:
         """The vision part, once for all ways that share it."""
         picture = way.hypothesis.picture
         alike = way.plan.key(causes_of(hybrid.family, "vision"), hybrid.fp8.in_vision)
-        key = (way.dtype, alike, picture)
+        key = (id(case), way.dtype, alike, picture)
         if key not in self._seen:
             image = case.image if picture is None else picture(case.image)
             inputs = prepare_inputs(self.checkpoint, image, IMAGE_PLACE + case.question)
@@ -205,17 +246,37 @@ class Forward:
         return self._seen[key]
 
 
+def _read(hybrid: Hybrid, asked: Sequence[Asked], plan: Plan) -> _Prefill:
+    """Prefill of equally long prompts with equally large pictures."""
+    cache, seen = Cache(), [one.seen for one in asked if one.seen is not None]
+    joined = None
+    if seen:
+        deepstack = zip(*(one.deepstack for one in seen), strict=True)
+        joined = Seen(torch.cat([one.features for one in seen]), tuple(torch.cat(level) for level in deepstack))
+    ids, positions = torch.stack([one.input_ids for one in asked]), torch.stack([one.positions for one in asked], 1)
+    logits = hybrid.language(ids, positions, plan, joined, cache)
+    return _Prefill(cache, logits, [int(one.positions.max()) + 1 for one in asked])
+
+
 def ask_hybrid(forward: Forward, cases: Sequence[Case], ways: Mapping[str, Way]) -> dict[str, list[Outcome]]:
-    """Judged answers of the hybrid forward. Every case is asked in all ways before the next, see Forward.
+    """Judged answers of the hybrid forward: up to TOGETHER cases at once in all ways, then the next. Ways that differ
+    in what they read an answer for, or not at all, compute once.
 
     Args: forward: of the checkpoint. cases: to ask. ways: by name.
     Returns: one Outcome a case for each name. Raises: VlmlabError: see Forward.ask.
     """
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in ways}
-    for case in cases:
+    found: dict[str, dict[int, Outcome]] = {name: {} for name in ways}
+    order = sorted(range(len(cases)), key=lambda i: (cases[i].image.size, forward.text.length(cases[i].question)))
+    for places in (order[k : k + TOGETHER] for k in range(0, len(order), TOGETHER)):
+        posed, replies = [cases[i] for i in places], dict[tuple, list[Reply]]()
         for name, way in ways.items():
-            outcomes[name].append(forward.judge(case, way))
-    return outcomes
+            change, alike = way.hypothesis, way.plan.key(causes_of(forward.checkpoint.family))
+            key = (way.dtype, alike, change.asked, change.picture)
+            if key not in replies:
+                replies[key] = forward.ask_at_once(posed, way)
+            for i, reply in zip(places, replies[key], strict=True):
+                found[name][i] = forward.judged(cases[i], way, reply)
+    return {name: [outcomes[i] for i in range(len(cases))] for name, outcomes in found.items()}
 
 
 class _Text:
@@ -237,28 +298,41 @@ class _Text:
         kept = itertools.takewhile(lambda token: token not in self.ends, tokens)
         return str(self._tokenizer.decode(list(kept)))
 
+    def length(self, words: str) -> int:
+        """How many tokens a text has."""
+        return len(self._tokenizer(words).input_ids)
+
     def greedy(
         self,
         logits: Tensor,
-        positions: Tensor,
-        step: Callable[[Tensor, Tensor], Tensor],
+        starts: Sequence[int],
+        step: Callable[[Tensor, Tensor, Any], Tensor],
         forced: Sequence[int] = (),
-    ) -> tuple[list[int], Tensor]:
-        """The likeliest token again and again.
+    ) -> list[tuple[list[int], Tensor]]:
+        """The likeliest token again and again, until all sequences have ended.
 
-        Args: logits: [1, V] after the prompt. positions: [3, T] of the prompt. step: [1] ids at [3, 1] positions to
-        [1, V] logits. forced: tokens to follow first.
-        Returns: tokens with the one that ended it, and [tokens, V] logits on the CPU.
+        Args: logits: [B, V] after the prompts. starts: [B] next position of each. step: [b, 1] ids at [3, b, 1]
+        positions, and which of the sequences of the step before go on (None: all), to [b, V] logits. forced: tokens to
+        follow first.
+        Returns: per sequence its tokens with the one that ended it, and [tokens, V] logits on the CPU.
         """
-        tokens: list[int] = []
-        rows = [logits.cpu()]
-        start = int(positions.max()) + 1
+        tokens, rows = [list[int]() for _ in starts], [list[Tensor]() for _ in starts]
+        going = list(range(len(starts)))
         while True:
-            tokens.append(forced[len(tokens)] if len(tokens) < len(forced) else int(logits.argmax()))
-            if len(tokens) >= len(forced) and (len(tokens) >= LONGEST or tokens[-1] in self.ends):
-                return tokens, torch.cat(rows)
-            logits = step(torch.tensor(tokens[-1:]), torch.full((3, 1), start + len(tokens) - 1))
-            rows.append(logits.cpu())
+            for b, row in zip(going, logits.cpu(), strict=True):
+                rows[b].append(row)
+                tokens[b].append(forced[len(tokens[b])] if len(tokens[b]) < len(forced) else int(row.argmax()))
+            kept = [k for k, b in enumerate(going) if not self._ended(tokens[b], len(forced))]
+            if not kept:
+                return [(one, torch.stack(logits)) for one, logits in zip(tokens, rows, strict=True)]
+            some = kept if len(kept) < len(going) else None
+            going = [going[k] for k in kept]
+            ids = torch.tensor([tokens[b][-1:] for b in going])
+            places = torch.tensor([[starts[b] + len(tokens[b]) - 1] for b in going])
+            logits = step(ids, places.expand(3, -1, -1), some)
+
+    def _ended(self, tokens: Sequence[int], forced: int) -> bool:
+        return len(tokens) >= forced and (len(tokens) >= LONGEST or tokens[-1] in self.ends)
 
 
 def _inputs(checkpoint: Checkpoint, case: Case) -> Inputs:

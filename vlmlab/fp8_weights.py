@@ -205,16 +205,28 @@ class FP8Weights:
         Args: parts: expert to its rows [R, K]; none empty. name: for example "model.layers.0.mlp.experts.down_proj".
         how: as in products. Returns: expert to [R, N], or None where they are not quantised.
         """
-        scheme = self._scheme(name, how)
+        scheme = self._scheme_of_experts(name, how)
         if scheme is None:
             return None
-        granularity = "tensor" if scheme[0] == "channel" and self.declared is None else scheme[0]
-        activation = "none" if scheme[1] == "none" else _OF_EXPERTS[granularity]
+        granularity, activation = scheme
         rows = torch.cat(list(parts.values()))
         static = dynamic_scale(rows) if activation == "tensor" and not self._exact else None
         weights = self._experts(name, granularity).weights
         self.computed_by.setdefault(how, set()).add(EMULATED)
         return {expert: _emulated(part, weights[expert], None, activation, static) for expert, part in parts.items()}
+
+    def mixes_rows(self, how: str) -> bool:
+        """Whether all rows of a call share a scale, so that a batch is another function. Args: how: as in products."""
+        names = [name for name in (*self._plain, *self._stored) if ".experts." in name]
+        shared = any((self._scheme_of_experts(name, how) or ("", ""))[1] == "tensor" for name in names)
+        return shared and not self._exact
+
+    def _scheme_of_experts(self, name: str, how: str) -> tuple[str, str] | None:
+        scheme = self._scheme(name, how)
+        if scheme is None:
+            return None
+        granularity = "tensor" if scheme[0] == "channel" and self.declared is None else scheme[0]
+        return granularity, "none" if scheme[1] == "none" else _OF_EXPERTS[granularity]
 
     def _experts(self, name: str, granularity: str) -> _Fused:
         if (name, granularity) not in self._kept:

@@ -4,10 +4,11 @@ Hybrid          a checkpoint's weights and the forward over them
 Cache           keys and values of earlier tokens
 
 In bfloat16 the plan that says "hf" everywhere equals Transformers bit for bit, the one that says "sglang" equals
-SGLang. In float64 it is the truth for the same weights, FP8 ones included. Batches have one sequence and one picture.
+SGLang. In float64 it is the truth for the same weights, FP8 ones included. The vision tower takes one picture, the
+language model one sequence or a batch of equally long ones, whose rows then follow each other: [B * T, D].
 
-Shapes: T tokens, S tokens seen so far, P patches, N image tokens, E vision width, D model width, H heads, K key-value
-heads, h head_dim, F rotary frequencies.
+Shapes: B sequences of T tokens, S tokens seen so far, P patches, N image tokens, E vision width, D model width, H
+heads, K key-value heads, h head_dim, F rotary frequencies.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,7 +42,7 @@ def _ignore(name: str, tensor: Tensor) -> None:
 
 @dataclass
 class Cache:
-    """Keys and values per layer, each [1, K, S, h]."""
+    """Keys and values per layer, each [B, K, S, h]."""
 
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
@@ -56,11 +57,16 @@ class Cache:
         self.values.pop(layer, None)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add [1, K, T, h] of new tokens. Returns: all keys and values of the layer."""
+        """Add [B, K, T, h] of new tokens. Returns: all keys and values of the layer."""
         if layer in self.keys:
             k, v = torch.cat((self.keys[layer], k), -2), torch.cat((self.values[layer], v), -2)
         self.keys[layer], self.values[layer] = k, v
         return k, v
+
+    def keep(self, sequences: list[int]) -> None:
+        """Forget all other sequences of the batch. Args: sequences: in [0, B)."""
+        for kept in (self.keys, self.values):
+            kept.update({layer: x[sequences] for layer, x in kept.items()})
 
 
 @dataclass(frozen=True)
@@ -180,9 +186,8 @@ class Hybrid:
             x = x + mlp_out
             record(f"vision.{i}.resid_post", x)
             if i in self.deepstack_layers:
-                k = len(deepstack)
-                deepstack.append(self.deepstack_merger(k, x, plan))
-                record(f"vision.deepstack.{k}", deepstack[-1])
+                deepstack.append(self.deepstack_merger(len(deepstack), x, plan))
+                record(f"vision.deepstack.{len(deepstack) - 1}", deepstack[-1])
         features = self.merger(x, plan)
         record("vision.merger", features)
         return Seen(features, tuple(deepstack))
@@ -218,16 +223,14 @@ class Hybrid:
             tables[how] = cos.flatten(1), sin.flatten(1)
         return tables
 
-    def _vision_eps(self, plan: Plan, layer: int | None) -> float:
-        return 1e-6 if plan.how("vit_norm_eps", layer) == "hf" else self.eps
-
-    def _layer_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
+    def _layer_norm(self, x: Tensor, name: str, plan: Plan, layer: int | None = None) -> Tensor:
+        eps = 1e-6 if plan.how("vit_norm_eps", layer) == "hf" else self.eps
         return self.by.layer_norm(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"], eps)
 
     def vision_attention(self, i: int, x: Tensor, rotary: dict[str, tuple[Tensor, Tensor]], plan: Plan) -> Tensor:
         """Attention half of a ViT block. Args: x: [P, E] stream. rotary: of `vision_rotary`. Returns: [P, E]."""
         block = f"visual.blocks.{i}"
-        normed = self._layer_norm(x, f"{block}.norm1", self._vision_eps(plan, i))
+        normed = self._layer_norm(x, f"{block}.norm1", plan, i)
         qkv = self._linear(normed, f"{block}.attn.qkv", plan).view(len(x), 3, self.vision_heads, -1)
         q, k, v = qkv.permute(1, 0, 2, 3).unbind(0)
         cos, sin = rotary[plan.how("vit_rotary", i)]
@@ -238,7 +241,7 @@ class Hybrid:
         """MLP half of a ViT block. Args: x: [P, E] stream. Returns: [P, E]."""
         block = f"visual.blocks.{i}"
         first, second = ("fc1", "fc2") if self.qwen2 else ("linear_fc1", "linear_fc2")
-        normed = self._layer_norm(x, f"{block}.norm2", self._vision_eps(plan, i))
+        normed = self._layer_norm(x, f"{block}.norm2", plan, i)
         h = self._linear(normed, f"{block}.mlp.{first}", plan)
         h = h * torch.sigmoid(1.702 * h) if self.qwen2 else F.gelu(h, approximate="tanh")
         return self._linear(h, f"{block}.mlp.{second}", plan)
@@ -246,28 +249,28 @@ class Hybrid:
     def merger(self, x: Tensor, plan: Plan) -> Tensor:
         """Four patches to one image token. Args: x: [P, E]. Returns: [N, D]."""
         norm, first, second = ("ln_q", "mlp.0", "mlp.2") if self.qwen2 else ("norm", "linear_fc1", "linear_fc2")
-        h = self._layer_norm(x, f"visual.merger.{norm}", self._vision_eps(plan, None)).view(-1, 4 * x.shape[1])
+        h = self._layer_norm(x, f"visual.merger.{norm}", plan).view(-1, 4 * x.shape[1])
         h = F.gelu(self._linear(h, f"visual.merger.{first}", plan))
         return self._linear(h, f"visual.merger.{second}", plan)
 
     def deepstack_merger(self, k: int, x: Tensor, plan: Plan) -> Tensor:
         """As `merger`, but normalised after merging. Args: k: which. x: [P, E]. Returns: [N, D]."""
         name = f"visual.deepstack_merger_list.{k}"
-        h = self._layer_norm(x.view(-1, 4 * x.shape[1]), f"{name}.norm", self._vision_eps(plan, None))
+        h = self._layer_norm(x.view(-1, 4 * x.shape[1]), f"{name}.norm", plan)
         return self._linear(F.gelu(self._linear(h, f"{name}.linear_fc1", plan)), f"{name}.linear_fc2", plan)
 
     # ------------------------------------------------------------------------------------------------ language
 
     def embed(self, input_ids: Tensor, seen: Seen | None = None) -> Tensor:
-        """Token embeddings, image features in their places. Args: input_ids: [T]. Returns: [T, D]."""
-        x = F.embedding(input_ids.to(self.device), self._weight("model.embed_tokens"))
+        """Token embeddings, image features in their places. Args: input_ids: [T] or [B, T]. Returns: [B * T, D]."""
+        x = F.embedding(input_ids.flatten().to(self.device), self._weight("model.embed_tokens"))
         if seen is not None:
             x[self.image_rows(input_ids)] = seen.features.to(x)
         return x
 
     def image_rows(self, input_ids: Tensor) -> Tensor:
-        """[T] bool: where an image token stands."""
-        return input_ids.to(self.device) == self.checkpoint.config["image_token_id"]
+        """[B * T] bool: where an image token stands. Args: input_ids: [T] or [B, T]."""
+        return input_ids.flatten().to(self.device) == self.checkpoint.config["image_token_id"]
 
     def positions(self, input_ids: Tensor, grid_thw: Tensor | None) -> Tensor:
         """M-RoPE positions, by definition: text counts on, an image token stands at its row and column, and text after
@@ -277,19 +280,18 @@ class Hybrid:
         Raises: VlmlabError: the image tokens do not stand together, or are not as many as the grid says.
         """
         rows = self.image_rows(input_ids).cpu()
+        positions = torch.arange(len(rows)).repeat(3, 1)
         if grid_thw is None or not rows.any():
-            return torch.arange(len(rows)).expand(3, -1).clone()
+            return positions
         _, height, width = grid_thw[0].tolist()
         height, width, start = height // self.merge, width // self.merge, int(rows.int().argmax())
         image = slice(start, start + height * width)
         if int(rows.sum()) != height * width or not rows[image].all():
             raise VlmlabError(f"expected {height * width} image tokens in a row, got {int(rows.sum())}")
-        after = len(rows) - image.stop
         row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-        picture = torch.stack((torch.zeros_like(row), row, column)).flatten(1) + start
-        before = torch.arange(start).expand(3, -1)
-        following = torch.arange(after).expand(3, -1) + start + max(height, width)
-        return torch.cat((before, picture, following), 1)
+        positions[:, image] = torch.stack((torch.zeros_like(row), row, column)).flatten(1) + start
+        positions[:, image.stop :] += max(height, width) - height * width
+        return positions
 
     def language(
         self,
@@ -303,12 +305,12 @@ class Hybrid:
     ) -> Tensor:
         """The language model, prefill or one decode step.
 
-        Args: input_ids: [T]. positions: [3, T] M-RoPE positions. plan: how. seen: of the picture, in the prefill.
-        cache: earlier tokens; extended in place. record: gets every hook point's tensor. begun: at least one layer of a
-        prefill that is not to be computed again; the cache lacks it.
-        Returns: [1, V] logits of the last position.
+        Args: input_ids: [T] or [B, T]. positions: [3, T] or [3, B, T], M-RoPE. plan: how. seen: in the prefill, of the
+        picture or of all, [B * N, D]. cache: earlier tokens; extended in place. record: gets every hook point's tensor.
+        begun: at least one layer of a prefill that is not to be computed again; the cache lacks it.
+        Returns: [B, V] logits of the last position.
         """
-        cache = Cache() if cache is None else cache
+        cache, batch = Cache() if cache is None else cache, len(input_ids) if input_ids.dim() > 1 else 1
         first, states = begun or (0, {})
         rows = self.image_rows(input_ids)
         rotary = self.text_rotary(positions)
@@ -323,7 +325,7 @@ class Hybrid:
         for i in range(first, self.depth):
             residual, read = self.add(residual, pending, i, plan)
             record("layers.0.resid_pre" if i == 0 else f"layers.{i - 1}.resid_post", residual)
-            attn_out = self.attention(i, read, rotary, plan, cache)
+            attn_out = self.attention(i, read, rotary, plan, cache, batch)
             record(f"layers.{i}.attn_out", attn_out)
             residual, read = self.add(residual, attn_out, i, plan)
             record(f"layers.{i}.resid_mid", residual)
@@ -340,7 +342,7 @@ class Hybrid:
         record(f"layers.{self.depth - 1}.resid_post", residual)
         normed = self.final_norm(read, plan)
         record("final_norm", normed)
-        logits = self.logits(normed, plan)
+        logits = self.logits(normed, plan, batch)
         record("logits", logits)
         return logits
 
@@ -357,18 +359,18 @@ class Hybrid:
         return self.by.deepstack_sum(residual, x, features.to(x), rows, plan.how("deepstack_order", i))
 
     def text_rotary(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Cosine and sine, [T, h / 2] each, for every way of making them. Args: positions: [3, T]."""
-        tables = {}
+        """Cosine and sine, [B * T, h / 2] each, for every way of making them. Args: positions: [3, T] or [3, B, T]."""
+        positions, tables = positions.flatten(1).to(self.device), {}
         for how in ("hf", "sglang"):
-            axes = self.by.rotary_table(positions.to(self.device), self.head_dim, self.theta, self.dtype, how)
+            axes = self.by.rotary_table(positions, self.head_dim, self.theta, self.dtype, how)
             cos, sin = (self.by.mix_positions(axis, self.section, interleaved=not self.qwen2) for axis in axes)
             tables[how] = cos, sin
         return tables | {"kernel": tables["sglang"]}
 
     def attention(
-        self, i: int, read: Read, rotary: dict[str, tuple[Tensor, Tensor]], plan: Plan, cache: Cache
+        self, i: int, read: Read, rotary: dict[str, tuple[Tensor, Tensor]], plan: Plan, cache: Cache, batch: int = 1
     ) -> Tensor:
-        """Attention half of a layer, its norm included. Args: read: [T, D] of `add`. Returns: [T, D]."""
+        """Attention half of a layer, its norm included. Args: read: [B * T, D] of `add`. Returns: [B * T, D]."""
         layer = f"model.layers.{i}"
         normed = self.by.rms_norm(read, self._weight(f"{layer}.input_layernorm"), self.eps, plan.how("rms_norm", i))
         names = [f"{layer}.self_attn.{name}_proj" for name in "qkv"]
@@ -380,7 +382,7 @@ class Hybrid:
             k = self.by.rms_norm(k, self._weight(f"{layer}.self_attn.k_norm"), self.eps, how)
         how = plan.how("rotary", i)
         q, k = (self.by.rotate_text(x, *rotary[how], how).to(v.dtype) for x in (q, k))
-        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        q, k, v = (t.view(batch, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))  # [B, H, T, h]
         k, v = cache.append(i, k, v)
         attended = self.by.causal_attention(q, k, v, plan.how("attention", i))
         return self._linear(attended, f"{layer}.self_attn.o_proj", plan, i)
@@ -422,9 +424,7 @@ class Hybrid:
         parts = {expert: part for expert, part in enumerate(rows) if len(part)}
         halves = {e: x.chunk(2, -1) for e, x in self._expert_linears(parts, "gate_up_proj", plan, i).items()}
         parts = {expert: F.silu(gate) * up for expert, (gate, up) in halves.items()}
-        sorted_out = torch.cat(list(self._expert_linears(parts, "down_proj", plan, i).values()))
-        outputs = torch.empty_like(sorted_out)
-        outputs[order] = sorted_out
+        outputs = torch.cat(list(self._expert_linears(parts, "down_proj", plan, i).values()))[order.argsort()]
         return self.by.combine(outputs.view(*chosen.shape, -1), weights, plan.how("expert_combine", i))
 
     def _expert_linears(self, parts: dict[int, Tensor], name: str, plan: Plan, i: int) -> dict[int, Tensor]:
@@ -439,6 +439,6 @@ class Hybrid:
         """[T, D] of `add` to [T, D]."""
         return self.by.rms_norm(read, self._weight("model.norm"), self.eps, plan.how("rms_norm", self.depth))
 
-    def logits(self, normed: Tensor, plan: Plan) -> Tensor:
-        """[T, D] to [1, V]."""
-        return self.by.head(normed, self._weight("lm_head"), plan.how("head"))
+    def logits(self, normed: Tensor, plan: Plan, batch: int = 1) -> Tensor:
+        """[B * T, D] to [B, V]."""
+        return self.by.head(normed, self._weight("lm_head"), plan.how("head"), batch)
