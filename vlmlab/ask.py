@@ -2,7 +2,7 @@
 
 ask_hf          Transformers, in process
 ask_sglang      the real SGLang engine
-ask_hybrid      the hybrid forward in several ways, cases batched: Way, its plan, dtype and hypothesis
+ask_hybrid, ask_within  the hybrid forward in several ways, cases batched: Way, its plan, dtype and hypothesis
 Forward         the same, one case alone or several at once, with their tokens and logits: Reply
 ask_server      any server with OpenAI's chat completions
 
@@ -48,6 +48,7 @@ GIVE_UP = 3  # requests in a row
 LARGEST_REPLY = 1_000_000  # bytes
 KEPT_PREFILLS = 8  # a baseline and the plans that it is compared with
 TOGETHER = 16  # cases in a batch
+AT_LEAST = 8  # cases, whatever the time
 
 
 # ---------------------------------------------------------------------------------------------------- here
@@ -277,6 +278,26 @@ def ask_hybrid(forward: Forward, cases: Sequence[Case], ways: Mapping[str, Way])
             for i, reply in zip(places, replies[key], strict=True):
                 found[name][i] = forward.judged(cases[i], way, reply)
     return {name: [outcomes[i] for i in range(len(cases))] for name, outcomes in found.items()}
+
+
+def ask_within(
+    seconds: float, forward: Forward, cases: Sequence[Case], ways: Mapping[str, Way]
+) -> dict[str, list[Outcome]]:
+    """As ask_hybrid, for as many of the cases, from the first, as a time allows: AT_LEAST, and then as many more again
+    and again while the next would end within it.
+
+    Args: seconds: of asking. Others: see ask_hybrid.
+    """
+    found: dict[str, list[Outcome]] = {name: [] for name in ways}
+    start, slowest = time.monotonic(), 0.0
+    for place in range(0, len(cases), AT_LEAST):
+        began = time.monotonic()
+        if place and began - start + slowest > seconds:
+            break
+        for name, outcomes in ask_hybrid(forward, cases[place : place + AT_LEAST], ways).items():
+            found[name] += outcomes
+        slowest = time.monotonic() - began
+    return found
 
 
 class _Text:

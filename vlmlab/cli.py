@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vlmlab.trace import Trace
 
 ROOT = Path(__file__).resolve().parent.parent
+AT_ONCE = 2  # notebooks
 
 
 class Progress:
@@ -489,17 +490,19 @@ def _notebooks(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     with Progress() as say:
         say("importing")
+        from concurrent.futures import Future, as_completed
+
         from vlmlab.attribution import prepare
         from vlmlab.capture import capture_hf, capture_sglang
         from vlmlab.checkpoint import load_checkpoint
         from vlmlab.engines import Engines
         from vlmlab.generation import STEPS, capture_answers
         from vlmlab.inputs import reference_inputs
-        from vlmlab.notebooks import export_notebook, parameter_names
+        from vlmlab.notebooks import exporting, parameter_names
         from vlmlab.passes import Passes, counted
         from vlmlab.report import investigate, write_report
 
-        out, began = Path(options.out), datetime.now(UTC).isoformat(timespec="seconds")
+        out, began = Path(options.out).resolve(), datetime.now(UTC).isoformat(timespec="seconds")
         checkpoint = load_checkpoint(options.model)
         with Engines(checkpoint) as engines:
             engines.sglang_soon()
@@ -512,17 +515,32 @@ def _notebooks(options: argparse.Namespace) -> int:
             run = investigate(passes, hf, sglang, answers.pairs, say)
             say("writing the report")
             write_report(out / "report.html", [run])
-            say.line(f"{out / 'report.html'}\n{run.comparison.summary()} ({time.perf_counter() - start:.0f} s)")
-            capture_answers(checkpoint, inputs, hf, sglang, STEPS, **(about | {"fresh": False}))
-        given = {} if options.model is None else {"model": str(checkpoint.folder)}
-        for notebook in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
-            number, _, question = notebook.stem.partition("_")
-            say(f"notebook {number}: {question.replace('_', ' ')}?")
-            began_this, page = time.perf_counter(), out / f"{notebook.stem}.html"
-            chosen = {name: value for name, value in given.items() if name in parameter_names(notebook)}
-            earlier = export_notebook(notebook, chosen, page, {str(checkpoint.folder): checkpoint.name}, options.fresh)
-            unchanged = "" if earlier is None else f", nothing changed since {earlier}"
-            say.line(f"{page} ({time.perf_counter() - began_this:.0f} s{unchanged})")
+            say.line(f"{options.out}/report.html\n{run.comparison.summary()} ({time.perf_counter() - start:.0f} s)")
+            private = {str(checkpoint.folder): checkpoint.name}
+            given = {} if options.model is None else {"model": str(checkpoint.folder)}
+            running: dict[Future, str] = {}
+            with exporting(ROOT / "notebooks", AT_ONCE) as export:
+
+                def begin(notebook: Path, names: set[str]) -> None:
+                    number, _, question = notebook.stem.partition("_")
+                    chosen = {name: value for name, value in given.items() if name in names}
+                    page = out / f"{notebook.stem}.html"
+                    future = export(notebook, chosen, page, private, options.fresh)
+                    running[future] = f"{number} {question.replace('_', ' ')}?"
+
+                found = {file: parameter_names(file) for file in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))}
+                timed = {file: names for file, names in found.items() if "seconds" in names}
+                for notebook, names in timed.items():  # they fill a given time; meanwhile the others' captures
+                    begin(notebook, names)
+                capture_answers(checkpoint, inputs, hf, sglang, STEPS, **(about | {"fresh": False}))
+                for notebook in sorted(found.keys() - timed.keys()):
+                    begin(notebook, found[notebook])
+                for k, future in enumerate(as_completed(running), 1):
+                    left = ", ".join(sorted(words for other, words in running.items() if not other.done()))
+                    say(f"notebooks: {len(running) - k} to go: {left}" if left else "notebooks: all executed")
+                    page, seconds, earlier = future.result()
+                    unchanged = "" if earlier is None else f", nothing changed since {earlier}"
+                    say.line(f"{options.out}/{page.name} ({seconds:.0f} s{unchanged})")
     computed = counted(began)
     print(f"{len(computed)} forward passes computed, {sum(n > 1 for n in computed.values())} of them more than once")
     print(f"all done ({time.perf_counter() - start:.0f} s)")

@@ -2,20 +2,26 @@
 
 parameter_names     what a notebook can be given
 export_notebook     execute one and write its page, or write the page of an earlier time when nothing has changed since
+exporting           several beside each other
 run_notebook        execute one notebook with parameters; an error in a cell is an error here
 write_html          an executed notebook as one HTML file, its widgets as they stood at the end
 show_answer         a notebook's computed answer, as its first output
 """
 
+import contextlib
 import copy
 import hashlib
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from html import escape
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from vlmlab import store
 from vlmlab.checkpoint import DATA
@@ -36,15 +42,15 @@ def parameter_names(notebook: Path) -> set[str]:
 
 def export_notebook(
     notebook: Path, parameters: Mapping[str, Any], file: Path, private: Mapping[str, str], fresh: bool = False
-) -> str | None:
+) -> tuple[Path, float, str | None]:
     """Execute a notebook and write its page; the page says when and on what.
 
     Args: notebook, parameters: see run_notebook. file, private: see write_html. fresh: execute even when nothing that
     it reads has changed since it was last executed here: notebook, parameters, package, data, versions, device.
-    Returns: None, or when the page was made, if it is an earlier one.
+    Returns: file, seconds it took, and when the page was made if it is an earlier one, else None.
     Raises: VlmlabError: see run_notebook and write_html.
     """
-    data = hashlib.sha256()
+    start, data = time.perf_counter(), hashlib.sha256()
     for path in sorted(path for path in DATA.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
         data.update(path.relative_to(DATA).as_posix().encode() + path.read_bytes())
     device, modules = device_info(), tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.py")))
@@ -57,9 +63,29 @@ def export_notebook(
         where = f"Executed {created} on {device['name']} ({device['capability']})."
         write_html(executed, file, private, where)
         store.write_json(key, {"created": created, "page": file.read_text(encoding="utf-8")})
-        return None
+        return file, time.perf_counter() - start, None
     write_page(kept["page"], file, private)
-    return str(kept["created"])
+    return file, time.perf_counter() - start, str(kept["created"])
+
+
+@contextlib.contextmanager
+def exporting(notebooks: Path, count: int) -> Iterator[Callable[..., Future]]:
+    """A block in which notebooks of one folder are executed beside each other; it gives what begins one.
+
+    Executing takes one core for imports and drawing and all of them for arithmetic; how many run at once changes no
+    bit. When the block fails, the kernels that it started are ended.
+
+    Args: notebooks: their folder. count: at once. Yields: takes the arguments of export_notebook, returns a future.
+    """
+    with contextlib.chdir(notebooks), ThreadPoolExecutor(count) as pool:  # papermill would change it in every thread
+        try:
+            yield lambda *given: pool.submit(export_notebook, *given)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in psutil.Process().children():
+                if any("ipykernel" in part for part in child.cmdline()):
+                    child.kill()
+            raise
 
 
 def run_notebook(notebook: Path, parameters: Mapping[str, Any], timeout_s: int = 1800) -> Any:
