@@ -37,7 +37,7 @@ def group_of(item):
     return GROUPS[1] if item.get_closest_marker("engine") else item.path.stem
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config, items):
     """Sort by group, those that take longest first, and remember what `-m` will leave out."""
     config.collected = list(items)
@@ -46,6 +46,7 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: -order[groups[item]])
     for item, group in groups.items():
         item.add_marker(pytest.mark.xdist_group(group))
+    return (yield)
 
 
 def pytest_terminal_summary(terminalreporter):

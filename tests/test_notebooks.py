@@ -60,7 +60,7 @@ def cases(files):
     return [
         pytest.param(file, "answers", marks=pytest.mark.xdist_group("reference"), id=file.stem)
         if "capture_both(" in file.read_text(encoding="utf-8")
-        else pytest.param(file, "store", id=file.stem)
+        else pytest.param(file, "store", marks=pytest.mark.xdist_group("test_notebooks"), id=file.stem)
         for file in files
     ]
 
