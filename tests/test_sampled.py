@@ -30,6 +30,12 @@ def test_the_readme_lists_what_is_left_out(found):
     )
 
 
+def test_workers_are_given_groups(request):
+    if not getattr(request.config.option, "loadgroup", False):
+        pytest.skip("needs workers: pytest -n 2 --dist loadgroup")
+    assert request.node.nodeid.endswith("@test_sampled")
+
+
 def item(name, *marks):
     return SimpleNamespace(
         nodeid=f"tests/test_x.py::{name}",
