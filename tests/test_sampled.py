@@ -67,8 +67,8 @@ def test_all_but_the_chosen_cases_are_marked():
     cases = sampled([("a", 1), ("b", 2)], keep=lambda name, number: name == "b")
     assert [case.values for case in cases] == [("a", 1), ("b", 2)]
     assert [[mark.name for mark in case.marks] for case in cases] == [["exhaustive"], []]
-    slow = pytest.param("c", id="named", marks=pytest.mark.slow)
+    slow = pytest.param("c", id="named", marks=pytest.mark.gpu)
     (case,) = sampled([slow], keep=lambda name: False)
-    assert case.id == "named" and [mark.name for mark in case.marks] == ["slow", "exhaustive"]
+    assert case.id == "named" and [mark.name for mark in case.marks] == ["gpu", "exhaustive"]
     (case,) = sampled(["d"], keep=lambda name: name == "d")
     assert case.values == ("d",) and not case.marks
