@@ -1,5 +1,6 @@
 # make report   HF against SGLang on the embedded checkpoint: reports/*.html    (FRESH=1 captures again)
-# make test     everything the test suite needs, then lint, types and tests
+# make test     lint, types and tests; of what is proven many times over a sample (tests/README.md)
+# make test-all the same with every test
 # make lab      JupyterLab on notebooks/
 # make bench    the figures of benchmarks/
 # make pictures the README's pictures, from the report (needs Chromium)
@@ -14,18 +15,19 @@ READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 export VLMLAB_CACHE := $(CURDIR)/.cache/captures
 
-.PHONY: report test lab bench pictures lock clean
+.PHONY: report test test-all lab bench pictures lock clean
 .DELETE_ON_ERROR:
 
 report: $(READY)
 	@$(VENV)/bin/vlmlab notebooks --out reports $(if $(FRESH),--fresh)
 
-test: $(READY)
+test-all: SELECTED := -m ""
+test test-all: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-# Threads that spin while they wait would halve the other process; in order of name the slow files come in between.
-	OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Threads that spin while they wait would halve the other process; tests/conftest.py groups and orders the tests.
+	OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=20 $(SELECTED)
 
 lab: $(READY)
 	$(VENV)/bin/jupyter lab notebooks

@@ -1,4 +1,7 @@
-"""Fixtures: one loaded Transformers model and one started SGLang engine serve the whole session."""
+"""Fixtures: each Transformers model is loaded, and each SGLang engine started, once for the whole session.
+
+With several workers, all tests of one engine run in one of them (see GROUPS), so that each engine starts once.
+"""
 
 import contextlib
 import functools
@@ -8,6 +11,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from _pytest.nodeid import NodeId
 from PIL import Image
 
 from data.shapes import draw_layout, render, to_images
@@ -17,9 +21,46 @@ from vlmlab.checkpoint import DATA, load_checkpoint
 from vlmlab.compare import compare_traces
 from vlmlab.engine_hf import open_hf, vision_output
 from vlmlab.engine_sglang import open_sglang
+from vlmlab.generation import capture_answers
 from vlmlab.hybrid import Hybrid
 from vlmlab.inputs import REFERENCE_QUESTION, prepare_inputs, reference_inputs
 from vlmlab.machine import has_sglang
+
+# Of tests that share what took long to make: the engine of Qwen2-VL and the reference captures; other engines; files.
+GROUPS = ("reference", "engines", "test_attribution", "test_notebooks", "test_data", "test_verdict", "test_planted")
+
+
+def group_of(item):
+    """The tests that run in the same worker as this one."""
+    chosen = [mark.args[0] for mark in item.iter_markers("xdist_group")]
+    if chosen or "sglang_engine" in item.fixturenames:
+        return chosen[0] if chosen else GROUPS[0]
+    return GROUPS[1] if item.get_closest_marker("engine") else item.path.stem
+
+
+@pytest.hookimpl(wrapper=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config, items):
+    """Sort by group, those that take longest first, and remember what `-m` will leave out."""
+    config.collected = list(items)
+    groups = {item: group_of(item) for item in items}
+    order = {name: place for place, name in enumerate([*GROUPS, *dict.fromkeys(groups.values())][::-1])}
+    items.sort(key=lambda item: -order[groups[item]])
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+        # xdist 3.8 marks a group in a field that pytest 9.2 no longer reads (pytest-xdist#1386)
+        if getattr(config.option, "loadgroup", False):
+            item._id = NodeId.parse(f"{item.nodeid}@{group}")
+    return (yield)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How the work was divided: seconds by worker."""
+    seconds = {}
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if hasattr(report, "duration") and hasattr(report, "worker_id"):
+            seconds[report.worker_id] = seconds.get(report.worker_id, 0.0) + report.duration
+    if seconds:
+        terminalreporter.write_line("seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in sorted(seconds.items())))
 
 
 @pytest.fixture(scope="session")
@@ -92,11 +133,26 @@ def ask(checkpoints):
 
 
 @pytest.fixture(scope="session")
-def sglang_engine(checkpoint):
+def sglang_engines(checkpoints):
+    """Family to a started SGLang engine; each started once."""
     if not has_sglang():
         pytest.skip('SGLang is not installed: pip install "vlmlab[sglang]"')
-    with open_sglang(checkpoint) as engine:
-        yield engine
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda family: stack.enter_context(open_sglang(checkpoints[family])))
+
+
+@pytest.fixture(scope="session")
+def sglang_first(sglang_engines, ask, tmp_path_factory):
+    """What a fresh process of Qwen2-VL gives: (inputs of a text alone, its decode steps, their tokens, its prefill)."""
+    engine, folder, text = sglang_engines("qwen2_vl"), tmp_path_factory.mktemp("first"), ask("qwen2_vl")
+    steps, tokens = engine.capture_decode(text, folder / "decode", 3)
+    return text, steps, tokens, engine.capture(text, folder / "prefill")
+
+
+@pytest.fixture(scope="session")
+def sglang_engine(sglang_engines, sglang_first):
+    """The engine of Qwen2-VL; what it did first is kept."""
+    return sglang_engines("qwen2_vl")
 
 
 @pytest.fixture(scope="session")
@@ -109,17 +165,42 @@ def store(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def traces(store, checkpoint, inputs, sglang_engine):
-    """(HF trace, SGLang trace) of the reference input, stored as `make report` stores them."""
+def on_session_engine(sglang_engine):
+    """A context in which the package finds the session's engine started, and starts those with further arguments."""
 
     @contextlib.contextmanager
-    def already_open(*_, **__):
-        yield sglang_engine
+    def started(checkpoint, extra=None, *others, **options):
+        if extra:
+            with open_sglang(checkpoint, extra, *others, **options) as other:
+                yield other
+        else:
+            yield sglang_engine
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "open_sglang", already_open)
+    @contextlib.contextmanager
+    def patched():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engines, "open_sglang", started)
+            yield
+
+    return patched
+
+
+@pytest.fixture(scope="session")
+def traces(store, checkpoint, inputs, on_session_engine):
+    """(HF trace, SGLang trace) of the reference input, stored as `make report` stores them."""
+    with on_session_engine():
         hf = capture_hf(checkpoint, inputs)
         return hf, capture_sglang(checkpoint, inputs, hf)
+
+
+STEPS = 12
+
+
+@pytest.fixture(scope="session")
+def answers(traces, checkpoint, inputs, on_session_engine):
+    """Both engines' answers to the reference input, STEPS decode steps, stored for the notebooks."""
+    with on_session_engine():
+        return capture_answers(checkpoint, inputs, *traces, STEPS, say=lambda line: None)
 
 
 @pytest.fixture(scope="session")

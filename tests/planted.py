@@ -26,9 +26,10 @@ LAYER, BLOCK = 5, 7  # where a fault of a single layer, or of a single ViT block
 class Fault:
     """One mistake.
 
-    Attributes: name. families: where it can be made. plant: (model, config) to the context in which it is made. first:
-    config to the first hook point that changes. observable: False where the change is of the size of rounding: on the
-    test's picture, 90% of the tokens stay within 2.5 times of what bf16 costs them, at every hook point.
+    Attributes: name. families: where it can be made; the first stands for all in `make test`. plant: (model, config) to
+    the context in which it is made. first: config to the first hook point that changes. observable: False where the
+    change is of the size of rounding: on the test's picture, 90% of the tokens stay within 2.5 times of what bf16 costs
+    them, at every hook point.
     """
 
     name: str

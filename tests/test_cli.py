@@ -107,6 +107,18 @@ def test_without_sglang_the_hf_half_is_kept_and_it_says_so(capsys, tmp_path, mon
     assert [folder.name for folder in (tmp_path / "out").iterdir()] == ["hf"]
 
 
+def test_an_interruption_is_said_in_one_line(capsys, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("VLMLAB_CACHE", str(tmp_path / "store"))
+    monkeypatch.setattr("vlmlab.engines.open_hf", interrupted)
+    assert main(["compare", "--out", str(tmp_path / "out")]) == 130
+    out, err = capsys.readouterr()
+    assert out.strip() == "" and "interrupted" in err and "Traceback" not in err
+    assert not list((tmp_path / "out").glob(".*"))
+
+
 @pytest.mark.engine
 def test_compare_writes_both_traces_and_prints_one_object(capsys, tmp_path, traces):
     assert main(["compare", "--json", "--out", str(tmp_path / "out")]) == 0

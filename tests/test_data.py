@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sampled import sampled
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from data import shapes
@@ -159,7 +160,7 @@ def test_training_forward_equals_transformers(family, tmp_path):
         assert (router_loss > 0.99) == (arch.experts > 0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sampled(FAMILIES, keep=lambda family: family == "qwen3-vl-moe"))  # trains a router
 def test_a_few_steps_of_training_run_resume_and_leave_a_loadable_checkpoint(family, tmp_path):
     common = ["--family", family, "--device", "cpu", "--batch-tokens", "2000", "--out", str(tmp_path)]
     main([*common, "--steps", "1"])

@@ -1,59 +1,29 @@
 """Forced is free where the tokens are the same, every way sees the same rows, and no state is left from before."""
 
-import contextlib
 import json
 
 import pytest
 import torch
+from conftest import STEPS
 
 from vlmlab import engines, generation
 from vlmlab.attribution import explain_steps
 from vlmlab.drift import spread, step_table
 from vlmlab.engine_hf import open_hf, vision_output
-from vlmlab.engine_sglang import open_sglang
 from vlmlab.errors import VlmlabError
 from vlmlab.generation import Answer, capture_answers, check_room, end_of_text, stacked, unexplained
-from vlmlab.hybrid import Hybrid
 from vlmlab.metrics import bitwise_equal
 from vlmlab.passes import Passes
 from vlmlab.store import store_folder
 from vlmlab.trace import write_json
 
-STEPS = 12
 pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def asking(ask, hf_engines, sglang_engine, tmp_path_factory):
-    """(Inputs, HF trace, SGLang trace) of 8 x 10 image tokens and a question with a long answer."""
-    folder = tmp_path_factory.mktemp("asking")
-    inputs = ask("qwen2_vl", (8, 10), seed=34, question="List every shape with its color, center and bounding box.")
-    hf = hf_engines("qwen2_vl").capture(inputs, folder / "hf")
-    return inputs, hf, sglang_engine.capture(inputs, folder / "sglang", vision_output(hf))
-
-
-@contextlib.contextmanager
-def on(engine, monkeypatch):
-    """The session's engine for the plain runs, a real start for those with further arguments."""
-
-    @contextlib.contextmanager
-    def started(checkpoint, extra=None, **_):
-        if extra:
-            with open_sglang(checkpoint, extra) as other:
-                yield other
-        else:
-            yield engine
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engines, "open_sglang", started)
-        patch.setattr(generation, "CHUNK", 64)
-        yield
-
-
-@pytest.fixture(scope="module")
-def answers(asking, checkpoint, sglang_engine, store):
-    with pytest.MonkeyPatch.context() as patch, on(sglang_engine, patch):
-        return capture_answers(checkpoint, *asking, STEPS, say=lambda line: None)
+def asking(inputs, traces):
+    """(Inputs, HF trace, SGLang trace) of the reference input, whose answer is long."""
+    return inputs, *traces
 
 
 def test_every_engine_follows_its_own_tokens_and_forced_ones_are_transformers(answers, asking, sglang_engine):
@@ -73,7 +43,13 @@ def test_every_engine_follows_its_own_tokens_and_forced_ones_are_transformers(an
 
 def test_every_way_has_the_same_rows(answers):
     end = {name: way["layers.27.resid_post"] for name, way in answers.ways.items()}
-    assert {"decode", "prefill", "prefill in chunks of 64", "decode, batch of 4", "Transformers, decode"} <= set(end)
+    assert {
+        "decode",
+        "prefill",
+        f"prefill in chunks of {generation.CHUNK}",
+        "decode, batch of 4",
+        "Transformers, decode",
+    } <= set(end)
     assert {len(states) for states in end.values()} == {STEPS}
     seen = end["decode, batch of 4"].isfinite().all(1)
     assert seen.sum() >= STEPS - 2 * generation.COPIES
@@ -90,11 +66,11 @@ def test_on_policy_is_refused_here_in_one_sentence(answers):
     assert "attention backends are supported" in answers.refused[generation.ON_POLICY]
 
 
-def test_the_store_is_read_and_a_run_cut_short_is_not(answers, asking, checkpoint, sglang_engine, monkeypatch):
+def test_the_store_is_read_and_a_run_cut_short_is_not(answers, asking, checkpoint, monkeypatch):
     def never(*_, **__):
         raise AssertionError("a stored capture must not start an engine")
 
-    with on(sglang_engine, monkeypatch), monkeypatch.context() as patch:
+    with monkeypatch.context() as patch:
         patch.setattr(engines, "open_hf", never)
         patch.setattr(engines, "open_sglang", never)
         again = capture_answers(checkpoint, *asking, STEPS, shapes=False)
@@ -108,9 +84,7 @@ def test_the_store_is_read_and_a_run_cut_short_is_not(answers, asking, checkpoin
 
 
 def test_every_step_of_both_engines_is_reproduced_by_the_causes(answers, asking, checkpoint):
-    again = explain_steps(
-        Passes(Hybrid(checkpoint), Hybrid(checkpoint, torch.float64)), *asking[1:], answers.hf.tokens[:-1]
-    )
+    again = explain_steps(Passes.of(checkpoint), *asking[1:], answers.hf.tokens[:-1])
     assert unexplained(answers.hf.steps, again.baseline) == unexplained(answers.forced.steps, again.target) == 0
     assert unexplained(answers.hf.steps, again.target) > 0
     assert set(again.alone) == {"rms_norm", "residual_sum"}
@@ -123,13 +97,10 @@ def test_every_step_of_both_engines_is_reproduced_by_the_causes(answers, asking,
 # ---------------------------------------------------------------------------------------------------- stale states
 
 
-def test_text_after_a_picture_is_what_a_fresh_process_gives(asking, ask, checkpoint, sglang_engine, tmp_path):
-    text = ask("qwen2_vl", question="List every shape with its color and center.")
+def test_text_after_a_picture_is_what_a_fresh_process_gives(asking, sglang_first, sglang_engine, tmp_path):
+    text, steps, first, prefill = sglang_first
     sglang_engine.capture(asking[0], tmp_path / "picture")
     after, tokens = sglang_engine.capture_decode(text, tmp_path / "after", 3)
-    with open_sglang(checkpoint) as fresh:
-        steps, first = fresh.capture_decode(text, tmp_path / "fresh", 3)
-        prefill = fresh.capture(text, tmp_path / "fresh_prefill")
     assert tokens == first
     pairs = [*zip(after, steps, strict=True), (sglang_engine.capture(text, tmp_path / "after_prefill"), prefill)]
     assert all(bitwise_equal(a[name], b[name]) for a, b in pairs for name in b.tensors)

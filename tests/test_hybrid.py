@@ -7,11 +7,9 @@ import torch
 
 from vlmlab.causes import hf_plan, sglang_plan
 from vlmlab.engine_hf import vision_output
-from vlmlab.engine_sglang import open_sglang
 from vlmlab.errors import VlmlabError
 from vlmlab.hookpoints import FAMILIES, hook_points
 from vlmlab.hybrid import Cache, Hybrid, Seen
-from vlmlab.machine import has_sglang
 from vlmlab.replay import asked_of, closure, differing, run_plan
 
 GRIDS = [(8, 10), (5, 7), None]  # image tokens; None: text only
@@ -266,16 +264,14 @@ def test_image_features_take_the_places_of_image_tokens(hybrids):
 # ---------------------------------------------------------------------------------------------------- SGLang
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def sglang(request, checkpoints):
-    """A started SGLang engine, one family after the other; the session's engine has the first."""
-    if not has_sglang():
-        pytest.skip('SGLang is not installed: pip install "vlmlab[sglang]"')
+@pytest.fixture(
+    scope="module", params=[pytest.param(FAMILIES[0], marks=pytest.mark.xdist_group("reference")), *FAMILIES[1:]]
+)
+def sglang(request):
+    """A started SGLang engine, one family after the other."""
     if request.param == FAMILIES[0]:
-        yield request.getfixturevalue("sglang_engine")
-        return
-    with open_sglang(checkpoints[request.param]) as engine:
-        yield engine
+        return request.getfixturevalue("sglang_engine")
+    return request.getfixturevalue("sglang_engines")(request.param)
 
 
 @pytest.mark.engine

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from conftest import STEPS
 
 from vlmlab.inputs import REFERENCE_QUESTION
 from vlmlab.notebooks import parameter_names, run_notebook, write_html
@@ -50,17 +51,33 @@ def test_the_check_can_fail():
     assert len(faults(notebook)) == 6
 
 
-@pytest.mark.engine
-@pytest.mark.timeout(1800)  # several engine starts and a picture of 1000 x 1000, on two slow cores
-@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-def test_notebooks_run_and_export(file, traces, tmp_path):
-    report, names = tmp_path / "report.html", parameter_names(file)
+# `make test` keeps every question, and gives small sizes to those that take one; the rest is on the stored captures.
+SMALL = {"question": REFERENCE_QUESTION, "steps": STEPS, "boxes": 2, "predicted": 1, "side": 160, "n": 128, "rows": 64}
+
+
+def cases(files):
+    """(notebook, fixture that made what it reads); captures of both engines are read beside the engine."""
+    return [
+        pytest.param(file, "answers", marks=pytest.mark.xdist_group("reference"), id=file.stem)
+        if "capture_both(" in file.read_text(encoding="utf-8")
+        else pytest.param(file, "store", marks=pytest.mark.xdist_group("test_notebooks"), id=file.stem)
+        for file in files
+    ]
+
+
+def sized(files):
+    """The notebooks that take a size."""
+    parameters = {file: _code(nbformat.read(file, 4))[0].source for file in files}
+    return [file for file, source in parameters.items() if any(f"\n{name} = " in f"\n{source}" for name in SMALL)]
+
+
+def execute(file, parameters, folder):
+    report, names = folder / "report.html", parameter_names(file)
     has_report = "report" in names
-    given = {"report": str(report), "question": REFERENCE_QUESTION, "steps": 24}  # the question of the stored captures
-    given |= {"boxes": 2, "predicted": 1, "side": 160}
+    given = {**parameters, "report": str(report)}
     executed = run_notebook(file, {name: value for name, value in given.items() if name in names})
     assert not [o for cell in _code(executed) for o in cell.outputs if o.output_type == "error"]
-    page = write_html(executed, tmp_path / "page.html", {str(report): report.name}).read_text()
+    page = write_html(executed, folder / "page.html", {str(report): report.name}).read_text()
     assert "Answer." in page and addresses(page) == []
     if any("capture_both(" in cell.source for cell in _code(executed)):
         assert "stored capture of" in page, "a notebook must reuse the session's captures"
@@ -68,3 +85,20 @@ def test_notebooks_run_and_export(file, traces, tmp_path):
     if has_report:
         assert report.stat().st_size <= 1_500_000  # of one comparison on the reference input
         assert "State when the notebook was executed" in page
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1800)  # on two slow cores
+@pytest.mark.parametrize(("file", "made"), cases(NOTEBOOKS))
+def test_notebooks_run_and_export(file, made, request, tmp_path):
+    request.getfixturevalue(made)
+    execute(file, SMALL, tmp_path)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(5400)
+@pytest.mark.exhaustive(instead="test_notebooks_run_and_export")
+@pytest.mark.parametrize(("file", "made"), cases(sized(NOTEBOOKS)))
+def test_notebooks_run_at_full_size(file, made, request, tmp_path):
+    request.getfixturevalue(made)
+    execute(file, {"question": REFERENCE_QUESTION}, tmp_path)

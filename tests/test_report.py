@@ -1,6 +1,5 @@
 """One file for a maintainer, opened in a real browser that may not reach anything."""
 
-import contextlib
 import dataclasses
 import json
 import re
@@ -235,14 +234,10 @@ def test_several_runs_stand_in_one_file(investigation, tmp_path, opened):
 
 
 def test_decode_steps_are_captured_with_a_run_and_stored(
-    traces, checkpoint, inputs, sglang_engine, tmp_path, monkeypatch
+    traces, checkpoint, inputs, on_session_engine, tmp_path, monkeypatch
 ):
-    @contextlib.contextmanager
-    def already_open(*_, **__):
-        yield sglang_engine
-
-    monkeypatch.setattr(engines, "open_sglang", already_open)
-    assert main(["compare", "--decode", "3", "--out", str(tmp_path)]) == 0  # the prefill is stored
+    with on_session_engine():
+        assert main(["compare", "--decode", "3", "--out", str(tmp_path)]) == 0  # the prefill is stored
     for engine in ("hf", "sglang"):
         assert sorted(step.name for step in (tmp_path / "decode" / engine).iterdir()) == ["step_0", "step_1", "step_2"]
     monkeypatch.setattr(engines, "open_sglang", lambda *_, **__: pytest.fail("stored steps must not start an engine"))

@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 from planted import FAULTS
+from sampled import sampled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data.shapes import unseen_texture
@@ -57,6 +58,16 @@ QUESTIONS = (
 )
 GRIDS = ((4, 4), (5, 7), (8, 10), (10, 12), (4, 12), (9, 5))
 CLEAN = [(family, number) for family in FAMILIES for number in range(18)]
+
+
+def once(family, fault):
+    """Every fault on one family, and those that only one family tells from rounding there, too."""
+    return family == fault.families[0] or (family == QWEN3 and (family, fault.name) in FOUND_NONETHELESS)
+
+
+def in_turn(family, number):
+    """A third of CLEAN: every number once, and every grid on every family."""
+    return (number + number // len(GRIDS)) % len(FAMILIES) == FAMILIES.index(family)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -122,7 +133,7 @@ def identify(value):
     return getattr(value, "name", value)
 
 
-@pytest.mark.parametrize(("family", "fault"), CASES, ids=identify)
+@pytest.mark.parametrize(("family", "fault"), sampled(CASES, keep=once), ids=identify)
 def test_a_fault_is_a_bug_and_found_where_it_acts_first(family, fault, outcome, clean):
     verdict = outcome(family, fault)
     assert verdict.word == "bug"
@@ -131,6 +142,7 @@ def test_a_fault_is_a_bug_and_found_where_it_acts_first(family, fault, outcome, 
     assert verdict.first.hookpoint in verdict.sentence() and verdict.sentence().startswith("bug: first at")
 
 
+@pytest.mark.exhaustive(instead="test_a_fault_is_a_bug_and_found_where_it_acts_first")
 def test_all_faults_are_found_and_nine_of_ten_located(outcome, clean):
     found, located, missed = 0, 0, []
     for family, fault in CASES:
@@ -140,12 +152,11 @@ def test_all_faults_are_found_and_nine_of_ten_located(outcome, clean):
         located += place == fault.first(clean(family)[0].checkpoint.config)
         if verdict.word != "bug":
             missed.append(f"{family}: {fault.name}")
-    assert len(CASES) >= 90
     assert found == len(CASES), f"{found} of {len(CASES)} faults found; missed: {missed}"
     assert located >= 0.9 * len(CASES), f"{located} of {len(CASES)} faults located"
 
 
-@pytest.mark.parametrize(("family", "fault"), UNOBSERVABLE, ids=identify)
+@pytest.mark.parametrize(("family", "fault"), sampled(UNOBSERVABLE, keep=once), ids=identify)
 def test_a_change_of_the_size_of_rounding_is_rounding(family, fault, outcome, clean):
     verdict = outcome(family, fault)
     if (family, fault.name) in FOUND_NONETHELESS:
@@ -157,6 +168,7 @@ def test_a_change_of_the_size_of_rounding_is_rounding(family, fault, outcome, cl
 
 
 def test_every_case_of_the_lists_exists():
+    assert len(CASES) >= 90
     assert {fault.name for fault in FAULTS} >= SHARED_ON_MOE
     assert {family for family, _ in CASES} == {family for family, _ in UNOBSERVABLE} == set(FAMILIES)
     assert sum(fault.families == (MOE,) for _, fault in CASES) >= 4
@@ -198,7 +210,7 @@ def test_what_is_nowhere_above_one_unit_is_called_not_observable(clean, verdict_
 # ---------------------------------------------------------------------------------------------------- clean
 
 
-@pytest.mark.parametrize(("family", "number"), CLEAN)
+@pytest.mark.parametrize(("family", "number"), sampled(CLEAN, keep=in_turn))
 def test_a_clean_engine_is_never_a_bug(family, number, hf_engines, ask, verdict_on, tmp_path):
     grid, question = GRIDS[number % len(GRIDS)], QUESTIONS[number % len(QUESTIONS)]
     texture = (None, unseen_texture)[number // 3 % 2]
@@ -215,6 +227,8 @@ def test_the_clean_inputs_differ_in_size_texture_length_and_attention(ask):
     assert len(CLEAN) >= 50
     choices = {(GRIDS[n % 6], QUESTIONS[n % 4], n // 3 % 2, n // 2 % 2) for _, n in CLEAN}
     assert all(len({choice[i] for choice in choices}) == count for i, count in enumerate((6, 4, 2, 2)))
+    kept = [case for case in CLEAN if in_turn(*case)]
+    assert {n for _, n in kept} == set(range(18)) and {(f, n % 6) for f, n in kept} == {(f, n % 6) for f, n in CLEAN}
     assert len({ask(QWEN2, (4, 4), 0, question).tokens for question in QUESTIONS}) == len(QUESTIONS)
     assert len({ask(QWEN2, (4, 4), seed).hash for seed in range(5)}) == 5
     assert ask(QWEN2, (4, 4), 0).hash != ask(QWEN2, (4, 4), 0, texture=unseen_texture).hash
