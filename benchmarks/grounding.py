@@ -11,13 +11,14 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import vlmlab  # noqa: F401  before torch, which reads once how long its threads spin
 
 import torch  # isort: skip
 
 from vlmlab.ask import Forward, Way, ask_hybrid
-from vlmlab.batching import batch_effect
+from vlmlab.batching import effect_of
 from vlmlab.causes import hf_plan, sglang_plan
 from vlmlab.checkpoint import DATA, load_checkpoint
 from vlmlab.grounding import BOX_QUESTION, cases, summarise
@@ -43,36 +44,35 @@ def every_way(family: str) -> dict[str, Way]:
     return ways | in_fp8 | {name: Way(hf_plan(), hypothesis=change) for name, change in of_family(family).items()}
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Wall-clock time. Args: work: to do once."""
+Work = TypeVar("Work")
+
+
+def timed(work: Callable[[], Work]) -> tuple[Work, float]:
+    """Result and wall-clock time, s. Args: work: to do once."""
     start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+    return work(), time.perf_counter() - start
 
 
 def measure(name: str, n: int, sample: int, size: tuple[int, int]) -> dict[str, object]:
     """Figures of one checkpoint, JSON-ready. Args: n: cases. sample: of them. size: of all but the first, px."""
     checkpoint, posed = load_checkpoint(DATA / "checkpoints" / name), cases(n, size, question=BOX_QUESTION)
     forward, few = Forward(checkpoint), posed[1 : sample + 1]
-    forward.ask(few[0], HF)  # loads
     figures: dict[str, object] = {}
     for way_name, way in COMPARED.items():
-        ask_hybrid(forward, few[:2], {"": way})  # quantises or widens weights
-        together = seconds(lambda way=way: ask_hybrid(forward, few, {"": way}))  # type: ignore[misc]
-        alone = seconds(lambda way=way: [forward.judge(case, way) for case in few])  # type: ignore[misc]
-        figures[f"{way_name}: alone, s a box"] = alone / len(few)
-        figures[f"{way_name}: batched / alone"] = together / alone
-        effect = batch_effect(forward, few, way)
+        forward.ask_at_once(few[:2], way)  # loads, quantises or widens weights
+        alone, each = timed(lambda way=way: [forward.ask(case, way) for case in few])
+        together, all_of_them = timed(lambda way=way: forward.ask_at_once(few, way))
+        figures[f"{way_name}: alone, s a box"] = each / len(few)
+        figures[f"{way_name}: batched / alone"] = all_of_them / each
+        effect = effect_of(alone, together)
         figures[f"{way_name}: answers changed"] = f"{effect.answers} of {effect.cases}"
-        figures[f"{way_name}: prefills, decode steps with other bits"] = (
-            f"{effect.prefills} of {effect.cases}, {effect.steps} of {effect.decode_steps}"
-        )
-    start = time.perf_counter()
-    condition = summarise(ask_hybrid(Forward(checkpoint), posed, {"": HF})[""], "", "")
-    figures[f"{n} boxes, one condition, s"] = time.perf_counter() - start
+        other_bits = f"{effect.prefills} of {effect.cases}, {effect.steps} of {effect.decode_steps}"
+        figures[f"{way_name}: prefills, decode steps with other bits"] = other_bits
+    found, took = timed(lambda: ask_hybrid(Forward(checkpoint), posed, {"": HF}))
+    condition, ways = summarise(found[""], "", ""), every_way(checkpoint.family)
+    figures[f"{n} boxes, one condition, s"] = took
     figures["hit rate"], figures["median drift, px"] = condition.hit_rate, condition.drift_px.median
-    ways = every_way(checkpoint.family)
-    took = seconds(lambda: ask_hybrid(forward, few, ways))
+    _, took = timed(lambda: ask_hybrid(forward, few, ways))
     figures[f"{len(ways)} conditions, s a box and condition"] = took / len(few) / len(ways)
     figures[f"{n} boxes, {CONDITIONS} conditions, projected, s"] = took / len(few) / len(ways) * n * CONDITIONS
     return figures
@@ -87,16 +87,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     width, height = map(int, options.size.split("x"))
-    machine = {"threads": torch.get_num_threads(), "device": device_info("cpu"), "versions": versions()}
-    result: dict[str, dict[str, object]] = {"size": {"px": options.size}, "machine": machine}
+    machine: dict[str, object] = {"size, px": options.size, "threads": torch.get_num_threads()}
+    result = {"machine": machine | {"device": device_info("cpu"), "versions": versions()}}
     for checkpoint in CHECKPOINTS:
         result[checkpoint] = measure(checkpoint, options.n, min(options.sample, options.n - 1), (width, height))
-    if options.json:
-        print(json.dumps(result))
-        return
-    for part, figures in result.items():
-        for name, value in figures.items():
-            print(f"{part}, {name}: {f'{value:.4g}' if isinstance(value, float) else value}")
+        for name, value in () if options.json else result[checkpoint].items():
+            print(f"{checkpoint}, {name}: {f'{value:.4g}' if isinstance(value, float) else value}", flush=True)
+    print(json.dumps(result if options.json else result["machine"]))
 
 
 if __name__ == "__main__":
