@@ -1,6 +1,7 @@
 """What asking several cases at once changes in their logits and answers, counted against each case alone.
 
 batch_effect    cases asked alone and at once in one way
+effect_of       the same of replies at hand
 BatchEffect     what differs
 
 Matrix products may sum in another order where they have more rows, so a batch is rounding. In bfloat16 on a CPU it is
@@ -47,8 +48,12 @@ def batch_effect(forward: Forward, cases: Sequence[Case], way: Way) -> BatchEffe
     """
     if len(cases) < 2:
         raise VlmlabError(f"no evidence: expected at least two cases to batch, got {len(cases)}")
-    together = forward.ask_at_once(cases, way)
-    pairs = [(forward.ask(case, way), reply) for case, reply in zip(cases, together, strict=True)]
+    return effect_of([forward.ask(case, way) for case in cases], forward.ask_at_once(cases, way))
+
+
+def effect_of(alone: Sequence[Reply], together: Sequence[Reply]) -> BatchEffect:
+    """Count what differs. Args: alone, together: replies to the same cases in the same order, at least one."""
+    pairs = list(zip(alone, together, strict=True))
     prefills = steps = decode_steps = 0
     largest = 0.0
     for one, other in pairs:
@@ -58,7 +63,7 @@ def batch_effect(forward: Forward, cases: Sequence[Case], way: Way) -> BatchEffe
         gap = (one.logits[:shared].double() - other.logits[:shared].double()).abs().max()
         largest = max(largest, float(gap))
     answers = sum(one.answer != other.answer for one, other in pairs)
-    return BatchEffect(len(cases), answers, prefills, steps, decode_steps, largest)
+    return BatchEffect(len(pairs), answers, prefills, steps, decode_steps, largest)
 
 
 def _shared(one: Reply, other: Reply) -> int:
