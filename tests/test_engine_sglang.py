@@ -219,6 +219,7 @@ def _silent_engine():
     folder = tempfile.TemporaryDirectory()
     engine._folder, engine._control, engine.log = folder, Path(folder.name), Path(folder.name) / "engine.log"
     engine.log.write_text("still thinking\n")
+    engine.seconds = {"start": 0.0}
     silent = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     engine._process = subprocess.Popen(silent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     return engine

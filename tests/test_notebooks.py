@@ -57,12 +57,15 @@ SMALL = {"question": REFERENCE_QUESTION, "steps": STEPS, "boxes": 2, "predicted"
 
 def cases(files):
     """(notebook, fixture that made what it reads); captures of both engines are read beside the engine."""
-    return [
-        pytest.param(file, "answers", marks=pytest.mark.xdist_group("reference"), id=file.stem)
-        if "capture_both(" in file.read_text(encoding="utf-8")
-        else pytest.param(file, "store", marks=pytest.mark.xdist_group("test_notebooks"), id=file.stem)
-        for file in files
-    ]
+
+    def case(file):
+        source = file.read_text(encoding="utf-8")
+        if "capture_both(" not in source:
+            return pytest.param(file, "store", marks=pytest.mark.xdist_group("test_notebooks"), id=file.stem)
+        made = "answers" if "capture_answers(" in source else "traces"
+        return pytest.param(file, made, marks=pytest.mark.xdist_group("reference"), id=file.stem)
+
+    return [case(file) for file in files]
 
 
 def sized(files):
