@@ -4,9 +4,12 @@ import nbformat
 import pytest
 from conftest import STEPS
 
+from vlmlab import store
 from vlmlab.inputs import REFERENCE_QUESTION
 from vlmlab.notebooks import parameter_names, run_notebook, write_html
 from vlmlab.page import addresses
+from vlmlab.passes import Passes, counted
+from vlmlab.report import investigate, write_report
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
@@ -96,6 +99,23 @@ def execute(file, parameters, folder):
 def test_notebooks_run_and_export(file, made, request, tmp_path):
     request.getfixturevalue(made)
     execute(file, SMALL, tmp_path)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1800)
+@pytest.mark.xdist_group("reference")
+def test_no_forward_pass_is_computed_twice(answers, traces, checkpoint, tmp_path, monkeypatch):
+    """By any process that used this store: this one, the notebooks' kernels, the commands that were tested before."""
+    run = investigate(Passes.of(checkpoint), *traces, answers.pairs)
+    write_report(tmp_path / "report.html", [run])
+    for question in ("04_", "05_"):
+        (file,) = (file for file in NOTEBOOKS if file.name.startswith(question))
+        execute(file, SMALL, tmp_path)
+    counts = counted("")
+    assert len(counts) > 20 and set(counts.values()) == {1}
+    lines = [line for line in store.noted() if "pass" in line]
+    monkeypatch.setattr(store, "noted", lambda: [*lines, lines[0]])  # shows that the check can fail
+    assert set(counted("").values()) == {1, 2}
 
 
 @pytest.mark.engine
