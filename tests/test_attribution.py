@@ -267,7 +267,11 @@ def test_the_control_fails_where_sglangs_way_ignores_what_it_reads(family, cause
 
 
 @pytest.mark.parametrize(
-    ("family", "cause"), [(family, cause.name) for family in FAMILIES for cause in causes_of(family)]
+    ("family", "cause"),
+    sampled(
+        [(family, cause.name) for family in FAMILIES for cause in causes_of(family)],
+        keep=lambda family, name: family == [f for f in FAMILIES if name in {c.name for c in causes_of(f)}][-1],
+    ),
 )
 def test_the_control_shows_for_every_cause(family, cause, asked_on):
     hybrid, asked, _ = asked_on(family)

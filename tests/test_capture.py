@@ -37,7 +37,10 @@ def test_the_key_sees_everything_that_can_change_a_capture(checkpoint, inputs, m
     assert key() == keys[0]
 
 
-def test_a_stored_capture_is_reused_recaptured_when_asked_and_when_broken(checkpoint, inputs, monkeypatch, tmp_path):
+def test_a_stored_capture_is_reused_recaptured_when_asked_and_when_broken(
+    checkpoint, small_inputs, monkeypatch, tmp_path
+):
+    inputs = small_inputs
     monkeypatch.setenv("VLMLAB_CACHE", str(tmp_path))
     said = []
     first = capture_hf(checkpoint, inputs, say=said.append)

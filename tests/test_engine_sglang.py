@@ -234,17 +234,34 @@ def test_the_stand_in_is_on_the_path_of_the_children_only(sglang_engine):
 
 
 @pytest.fixture(scope="module")
-def ordered(checkpoints, ask, hf_engines, sglang_engines, tmp_path_factory):
+def ordered_engines(checkpoints, sglang_engines):
+    """(family, deepstack order) to a started engine; of those with an order of their own, the last one is open."""
+    with contextlib.ExitStack() as stack:
+        last = {}
+
+        def started(family, order):
+            if order == "sglang":
+                return sglang_engines(family)
+            if (family, order) not in last:
+                stack.close()
+                last.clear()
+                last[family, order] = stack.enter_context(open_sglang(checkpoints[family], deepstack_order=order))
+            return last[family, order]
+
+        yield started
+
+
+@pytest.fixture(scope="module")
+def ordered(ordered_engines, ask, hf_engines, tmp_path_factory):
     """(family, deepstack order) to (inputs, HF trace, SGLang trace, SGLang trace of a text alone), each run once."""
 
     @functools.cache
     def captured(family, order):
         folder, inputs = tmp_path_factory.mktemp("ordered"), ask(family, (8, 10), seed=34)
         hf = hf_engines(family).capture(inputs, folder / "hf")
-        other = open_sglang(checkpoints[family], deepstack_order=order) if order != "sglang" else None
-        with other or contextlib.nullcontext(sglang_engines(family)) as engine:
-            trace = engine.capture(inputs, folder / "sglang", vision_output(hf))
-            text = engine.capture(prepare_inputs(checkpoints[family], None, "Describe it."), folder / "text")
+        engine = ordered_engines(family, order)
+        trace = engine.capture(inputs, folder / "sglang", vision_output(hf))
+        text = engine.capture(prepare_inputs(engine.checkpoint, None, "Describe it."), folder / "text")
         return inputs, hf, trace, text
 
     return captured
@@ -350,16 +367,18 @@ def test_an_engine_that_does_not_start_in_time_keeps_its_log(checkpoint, tmp_pat
     assert _gone([process for process in _engine_processes() if process not in before])
 
 
-def test_an_engine_that_dies_half_way(checkpoint, inputs, tmp_path):
-    before = _engine_processes()
-    with open_sglang(checkpoint) as engine:
-        started = [process for process in _engine_processes() if process not in before]
-        scheduler = next(process for process in started if "scheduler" in " ".join(process.cmdline()))
-        scheduler.kill()
-        with pytest.raises(VlmlabError, match="it died"):
-            for _ in range(3):
-                engine.capture(inputs, tmp_path / "trace")
-        assert list(tmp_path.iterdir()) == []
+def test_an_engine_that_dies_half_way(ordered, ordered_engines, tmp_path):
+    inputs, *_ = ordered("qwen3_vl", "hf")
+    engine = ordered_engines("qwen3_vl", "hf")  # needed no more: its traces are made
+    owner = psutil.Process(engine._process.pid)
+    started = [owner, *owner.children(recursive=True)]
+    scheduler = next(process for process in started if "scheduler" in " ".join(process.cmdline()))
+    scheduler.kill()
+    with pytest.raises(VlmlabError, match="it died"):
+        for _ in range(3):
+            engine.capture(inputs, tmp_path / "trace")
+    assert list(tmp_path.iterdir()) == []
+    engine.close()
     assert _gone(started)
 
 
