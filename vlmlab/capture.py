@@ -42,6 +42,11 @@ def capture_key(settings: Mapping[str, Any], checkpoint: Checkpoint, inputs: Inp
     return store.key_of(settings["engine"], content, CODE)
 
 
+def is_stored(checkpoint: Checkpoint, inputs: Inputs, attention: str = "sdpa") -> bool:
+    """Whether Transformers' capture of an input is in the store. Args: see capture_both."""
+    return store.use(capture_key(hf_settings(checkpoint, attention), checkpoint, inputs, None)) is not None
+
+
 def _stored(name: str, fresh: bool) -> Trace | None:
     folder = None if fresh else store.use(name)
     try:
@@ -133,7 +138,7 @@ def capture_both(
     Raises: VlmlabError: an engine cannot run here or fails.
     """
     with borrowed(engines, checkpoint, attention, engine_args) as engines:
-        if fresh or store.use(capture_key(hf_settings(checkpoint, attention), checkpoint, inputs, None)) is None:
+        if fresh or not is_stored(checkpoint, inputs, attention):
             engines.sglang_soon()
         hf = capture_hf(checkpoint, inputs, fresh=fresh, attention=attention, say=say, engines=engines)
         return hf, capture_sglang(

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from vlmlab.errors import VlmlabError
 if TYPE_CHECKING:
     from vlmlab.attribution import Explanation
     from vlmlab.compare import Comparison
+    from vlmlab.engines import Engines
     from vlmlab.grounding import Condition, Paired
     from vlmlab.trace import Trace
 
@@ -486,65 +487,79 @@ def _show(number: float | None) -> str:
 
 
 def _notebooks(options: argparse.Namespace) -> int:
-    """Capture once and write the report; then execute every notebook on the stored captures and export it."""
+    """The report first; then every notebook, executed on what is captured and computed by then."""
     start = time.perf_counter()
     with Progress() as say:
         say("importing")
         from concurrent.futures import Future, as_completed
 
-        from vlmlab.attribution import prepare
-        from vlmlab.capture import capture_hf, capture_sglang
         from vlmlab.checkpoint import load_checkpoint
         from vlmlab.engines import Engines
-        from vlmlab.generation import STEPS, capture_answers
-        from vlmlab.inputs import reference_inputs
         from vlmlab.notebooks import exporting, parameter_names
-        from vlmlab.passes import Passes, counted
-        from vlmlab.report import investigate, write_report
+        from vlmlab.passes import counted
 
         out, began = Path(options.out).resolve(), datetime.now(UTC).isoformat(timespec="seconds")
         checkpoint = load_checkpoint(options.model)
-        with Engines(checkpoint) as engines:
-            engines.sglang_soon()
-            inputs = reference_inputs(checkpoint)
-            about = {"fresh": options.fresh, "say": say, "engines": engines}
-            passes, hf = Passes.of(checkpoint), capture_hf(checkpoint, inputs, **about)
-            prepare(passes, hf, say)
-            sglang = capture_sglang(checkpoint, inputs, hf, **about)
-            answers = capture_answers(checkpoint, inputs, hf, sglang, STEPS, shapes=False, **about)
-            run = investigate(passes, hf, sglang, answers.pairs, say)
-            say("writing the report")
-            write_report(out / "report.html", [run])
-            say.line(f"{options.out}/report.html\n{run.comparison.summary()} ({time.perf_counter() - start:.0f} s)")
-            private = {str(checkpoint.folder): checkpoint.name}
-            given = {} if options.model is None else {"model": str(checkpoint.folder)}
-            running: dict[Future, str] = {}
-            with exporting(ROOT / "notebooks", AT_ONCE) as export:
+        given = {} if options.model is None else {"model": str(checkpoint.folder)}
+        running: dict[Future, str] = {}
+        with exporting(ROOT / "notebooks", AT_ONCE) as export:
 
-                def begin(notebook: Path, names: set[str]) -> None:
-                    number, _, question = notebook.stem.partition("_")
-                    chosen = {name: value for name, value in given.items() if name in names}
-                    page = out / f"{notebook.stem}.html"
-                    future = export(notebook, chosen, page, private, options.fresh)
-                    running[future] = f"{number} {question.replace('_', ' ')}?"
+            def begin(notebook: Path) -> None:
+                number, _, question = notebook.stem.partition("_")
+                chosen = {name: value for name, value in given.items() if name in names[notebook]}
+                page, private = out / f"{notebook.stem}.html", {str(checkpoint.folder): checkpoint.name}
+                future = export(notebook, chosen, page, private, options.fresh)
+                running[future] = f"{number} {question.replace('_', ' ')}?"
 
-                found = {file: parameter_names(file) for file in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))}
-                timed = {file: names for file, names in found.items() if "seconds" in names}
-                for notebook, names in timed.items():  # they fill a given time; meanwhile the others' captures
-                    begin(notebook, names)
-                capture_answers(checkpoint, inputs, hf, sglang, STEPS, **(about | {"fresh": False}))
-                for notebook in sorted(found.keys() - timed.keys()):
-                    begin(notebook, found[notebook])
-                for k, future in enumerate(as_completed(running), 1):
-                    left = ", ".join(sorted(words for other, words in running.items() if not other.done()))
-                    say(f"notebooks: {len(running) - k} to go: {left}" if left else "notebooks: all executed")
-                    page, seconds, earlier = future.result()
-                    unchanged = "" if earlier is None else f", nothing changed since {earlier}"
-                    say.line(f"{options.out}/{page.name} ({seconds:.0f} s{unchanged})")
+            with Engines(checkpoint) as engines:
+                finish = _first_report(engines, out / "report.html", options, say, start)
+                names = {file: parameter_names(file) for file in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))}
+                for notebook in (file for file in names if "seconds" in names[file]):  # they fill a given time
+                    begin(notebook)
+                finish()
+            for notebook in (file for file in names if "seconds" not in names[file]):
+                begin(notebook)
+            for k, future in enumerate(as_completed(running), 1):
+                left = ", ".join(sorted(words for other, words in running.items() if not other.done()))
+                say(f"notebooks: {len(running) - k} to go: {left}" if left else "notebooks: all executed")
+                page, seconds, earlier = future.result()
+                unchanged = "" if earlier is None else f", nothing changed since {earlier}"
+                say.line(f"{options.out}/{page.name} ({seconds:.0f} s{unchanged})")
     computed = counted(began)
     print(f"{len(computed)} forward passes computed, {sum(n > 1 for n in computed.values())} of them more than once")
     print(f"all done ({time.perf_counter() - start:.0f} s)")
     return 0
+
+
+def _first_report(
+    engines: "Engines", file: Path, options: argparse.Namespace, say: Progress, start: float
+) -> Callable[[], None]:
+    """Capture the reference comparison and write its report. Returns: captures what the notebooks read besides."""
+    from vlmlab.attribution import prepare
+    from vlmlab.capture import capture_hf, capture_sglang, is_stored
+    from vlmlab.generation import STEPS, capture_answers
+    from vlmlab.inputs import reference_inputs
+    from vlmlab.passes import Passes
+    from vlmlab.report import investigate, write_report
+
+    checkpoint = engines.checkpoint
+    inputs = reference_inputs(checkpoint)
+    if options.fresh or not is_stored(checkpoint, inputs):
+        engines.sglang_soon()
+    about = {"fresh": options.fresh, "say": say, "engines": engines}
+    passes, hf = Passes.of(checkpoint), capture_hf(checkpoint, inputs, **about)
+    prepare(passes, hf, say)
+    sglang = capture_sglang(checkpoint, inputs, hf, **about)
+    answers = capture_answers(checkpoint, inputs, hf, sglang, STEPS, shapes=False, **about)
+    run = investigate(passes, hf, sglang, answers.pairs, say)
+    say("writing the report")
+    write_report(file, [run])
+    say.line(f"{options.out}/{file.name}\n{run.comparison.summary()} ({time.perf_counter() - start:.0f} s)")
+
+    def finish() -> None:
+        capture_answers(checkpoint, inputs, hf, sglang, STEPS, say=say, engines=engines)
+
+    return finish
 
 
 def _store(options: argparse.Namespace) -> int:
@@ -706,6 +721,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns: exit code.
     """
     options = _parser().parse_args(arguments)
+    if "VLMLAB_CACHE" in os.environ:  # notebooks run in another folder
+        os.environ["VLMLAB_CACHE"] = str(Path(os.environ["VLMLAB_CACHE"]).absolute())
     os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     signal.signal(signal.SIGTERM, _interrupt)  # so that contexts end their engines
     try:
