@@ -200,7 +200,7 @@ STEPS = 12
 def answers(traces, checkpoint, inputs, on_session_engine):
     """Both engines' answers to the reference input, STEPS decode steps, stored for the notebooks."""
     with on_session_engine():
-        return capture_answers(checkpoint, inputs, *traces, STEPS, say=lambda line: None)
+        return capture_answers(checkpoint, inputs, *traces, STEPS, restarts=True, say=lambda line: None)
 
 
 @pytest.fixture(scope="session")

@@ -131,14 +131,16 @@ def capture_answers(
     fresh: bool = False,
     engine_args: Mapping[str, Any] | None = None,
     shapes: bool = True,
+    restarts: bool = False,
     say: Say = print,
     engines: Engines | None = None,
 ) -> Answers:
     """Generate with both engines, greedily, until a token ends the text or after `steps` decode steps.
 
     Args: baseline, target: Transformers' and SGLang's traces of the prefill; both are given the baseline's vision
-    output. steps: most decode steps. shapes: also run the same tokens in other shapes of work. Others: see
-    capture.capture_both; what shapes need of an engine with other arguments is started and closed here.
+    output. steps: most decode steps. shapes: also run the same tokens in other shapes of work.
+    restarts: also on engines that are started for it with other arguments: a prefill in chunks, and
+    `rl_on_policy_target`. Others: see capture.capture_both.
     Returns: Answers. Raises: VlmlabError: no room in the context, an empty answer, an engine cannot run here or fails.
     """
     given, attention = vision_output(baseline), baseline.info.attention
@@ -148,7 +150,8 @@ def capture_answers(
     name = f"{capture_key(settings, checkpoint, inputs, given)}-{steps}-answers"
     store.use(name)
     with borrowed(engines, checkpoint, attention, engine_args) as opened:
-        return _captured(opened, store.store_folder() / name, inputs, baseline, target, steps, fresh, shapes, say)
+        folder = store.store_folder() / name
+        return _captured(opened, folder, inputs, baseline, target, steps, fresh, shapes, restarts, say)
 
 
 def _captured(
@@ -160,6 +163,7 @@ def _captured(
     steps: int,
     fresh: bool,
     shapes: bool,
+    restarts: bool,
     say: Say,
 ) -> Answers:
     checkpoint, given, ends = engines.checkpoint, vision_output(baseline), end_of_text(engines.checkpoint)
@@ -214,9 +218,9 @@ def _captured(
         return stored
 
     if shapes:
-        last = slice(-count, None)
-        ways["prefill"] = _rows(found["prefill"][0], last)
+        ways["prefill"] = _rows(found["prefill"][0], slice(-count, None))
         ways[f"decode, batch of {COPIES}"] = _placed(found["batch"][0], forced.steps, count)
+    if restarts:
         name, passes = f"prefill in chunks of {CHUNK}", math.ceil(following.tokens / CHUNK)
         chunks = elsewhere(
             name,
@@ -224,7 +228,7 @@ def _captured(
             lambda engine, here: (engine.capture_prefill(following, here, given, passes), []),
         )
         if chunks is not None:
-            ways[name] = _rows(chunks[0], last)
+            ways[name] = _rows(chunks[0], slice(-count, None))
         policy = elsewhere(
             ON_POLICY,
             {"rl_on_policy_target": "fsdp"},
@@ -233,12 +237,13 @@ def _captured(
         if policy is not None:
             on_policy = Answer(tuple(policy[1]), policy[0], target["logits"][-1:])
             ways[ON_POLICY] = _rows(policy[0], range(count))
+    if shapes:
         whole = _stored(folder / "hf_prefill", fresh)
         if whole is None:
             say("Transformers: the same tokens as one prefill")
             trace = engines.hf().capture(following, folder / "hf_prefill" / "step_0")
             whole = _keep(folder / "hf_prefill", [trace], [])
-        ways["Transformers, prefill"] = _rows(whole[0], last)
+        ways["Transformers, prefill"] = _rows(whole[0], slice(-count, None))
         ways["Transformers, decode"] = _rows(mine.steps, range(count))
     store.prune()
     return Answers(mine, _until_end(theirs, steps, ends), forced, on_policy, ways, refused)
