@@ -4,7 +4,8 @@
 
 Aims on 2 CPU cores, pictures of 392 x 392 px but for the first: 200 boxes under one condition in at most 120 s with
 each embedded checkpoint; 200 boxes under 20 conditions in at most 1200 s with one, projected from a sample. Measured
-besides on the sample, in the same run: cases alone, and how many answers and steps differ when batched.
+besides on the sample, in the same run: cases alone, and how many answers and steps differ when batched. On a machine
+shared with others, set OMP_NUM_THREADS=1 and look at processor time.
 """
 
 import argparse
@@ -47,10 +48,10 @@ def every_way(family: str) -> dict[str, Way]:
 Work = TypeVar("Work")
 
 
-def timed(work: Callable[[], Work]) -> tuple[Work, float]:
-    """Result and wall-clock time, s. Args: work: to do once."""
-    start = time.perf_counter()
-    return work(), time.perf_counter() - start
+def timed(work: Callable[[], Work]) -> tuple[Work, float, float]:
+    """Result, wall-clock and processor time, s; neighbours lengthen the first. Args: work: to do once."""
+    start, cpu = time.perf_counter(), time.process_time()
+    return work(), time.perf_counter() - start, time.process_time() - cpu
 
 
 def measure(name: str, n: int, sample: int, size: tuple[int, int]) -> dict[str, object]:
@@ -60,21 +61,23 @@ def measure(name: str, n: int, sample: int, size: tuple[int, int]) -> dict[str, 
     figures: dict[str, object] = {}
     for way_name, way in COMPARED.items():
         forward.ask_at_once(few[:2], way)  # loads, quantises or widens weights
-        alone, each = timed(lambda way=way: [forward.ask(case, way) for case in few])
-        together, all_of_them = timed(lambda way=way: forward.ask_at_once(few, way))
-        figures[f"{way_name}: alone, s a box"] = each / len(few)
-        figures[f"{way_name}: batched / alone"] = all_of_them / each
+        alone, _, each = timed(lambda way=way: [forward.ask(case, way) for case in few])
+        together, _, all_of_them = timed(lambda way=way: forward.ask_at_once(few, way))
+        figures[f"{way_name}: alone, processor s a box"] = each / len(few)
+        figures[f"{way_name}: batched / alone, processor"] = all_of_them / each
         effect = effect_of(alone, together)
         figures[f"{way_name}: answers changed"] = f"{effect.answers} of {effect.cases}"
         other_bits = f"{effect.prefills} of {effect.cases}, {effect.steps} of {effect.decode_steps}"
         figures[f"{way_name}: prefills, decode steps with other bits"] = other_bits
-    found, took = timed(lambda: ask_hybrid(Forward(checkpoint), posed, {"": HF}))
+    found, took, busy = timed(lambda: ask_hybrid(Forward(checkpoint), posed, {"": HF}))
     condition, ways = summarise(found[""], "", ""), every_way(checkpoint.family)
-    figures[f"{n} boxes, one condition, s"] = took
+    figures[f"{n} boxes, one condition, s"], figures[f"{n} boxes, one condition, processor s"] = took, busy
     figures["hit rate"], figures["median drift, px"] = condition.hit_rate, condition.drift_px.median
-    _, took = timed(lambda: ask_hybrid(forward, few, ways))
-    figures[f"{len(ways)} conditions, s a box and condition"] = took / len(few) / len(ways)
-    figures[f"{n} boxes, {CONDITIONS} conditions, projected, s"] = took / len(few) / len(ways) * n * CONDITIONS
+    _, took, busy = timed(lambda: ask_hybrid(forward, few, ways))
+    for unit, time_of_all in {"s": took, "processor s": busy}.items():
+        each = time_of_all / len(few) / len(ways)
+        figures[f"{len(ways)} conditions, {unit} a box and condition"] = each
+        figures[f"{n} boxes, {CONDITIONS} conditions, projected, {unit}"] = each * n * CONDITIONS
     return figures
 
 
