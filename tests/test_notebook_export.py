@@ -1,12 +1,24 @@
 import base64
+import os
 import re
+import time
 
 import ipywidgets as widgets
 import nbformat
+import psutil
 import pytest
 
+from vlmlab import notebooks, store
 from vlmlab.errors import VlmlabError
-from vlmlab.notebooks import WIDGET_STATE, WIDGET_VIEW, run_notebook, show_answer, write_html
+from vlmlab.notebooks import (
+    WIDGET_STATE,
+    WIDGET_VIEW,
+    export_notebook,
+    exporting,
+    run_notebook,
+    show_answer,
+    write_html,
+)
 from vlmlab.page import addresses, policy
 
 NOTE = "State when the notebook was executed; the live controls need JupyterLab."
@@ -154,3 +166,56 @@ w.VBox([w.HBox([toggle, baseline]), layers, picture])"""
     page = write_html(executed, tmp_path / "page.html").read_text().split(NOTE)[1]
     assert all(text in page for text in ("rms_norm: on<", "baseline: Two<", "layers: 3 to 5<"))
     assert f'src="data:image/png;base64,{base64.b64encode(PNG).decode()}"' in page
+
+
+# ---------------------------------------------------------------------------------------------------- several, again
+
+
+@pytest.fixture
+def own_store(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLMLAB_CACHE", str(tmp_path / "store"))
+
+
+def test_a_page_is_made_once_says_when_and_is_made_again_when_anything_changed(own_store, tmp_path, monkeypatch):
+    notebook = _notebook(tmp_path, "x = 1", "import uuid\nprint('drawn', uuid.uuid4().hex)")
+
+    def export(parameters=(), **options):
+        file, seconds, earlier = export_notebook(notebook, dict(parameters), tmp_path / "page.html", {}, **options)
+        page = file.read_text()
+        assert seconds > 0 and f"Executed {earlier or ''}" in page
+        return re.search("drawn (\\w+)", page)[1], earlier
+
+    first, earlier = export()
+    assert earlier is None
+    again, earlier = export()
+    assert again == first and earlier is not None
+    drawn = {first, export(fresh=True)[0], export({"x": 2})[0]}
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_code_hash", lambda modules: "changed code")
+        drawn.add(export()[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(notebooks, "versions", lambda: {"torch": "0"})
+        drawn.add(export()[0])
+    _notebook(tmp_path, "x = 1", "import uuid\nprint('drawn', uuid.uuid4().hex)  # other text")
+    drawn.add(export()[0])
+    assert len(drawn) == 6
+
+
+def test_notebooks_beside_each_other_wait_without_spinning_and_a_failure_ends_their_kernels(
+    own_store, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    quick = _notebook(tmp_path, "x = 1", "import os\nprint('waits', os.environ['OMP_WAIT_POLICY'])")
+    with exporting(tmp_path, 2) as export:
+        futures = [export(quick, {"x": x}, tmp_path / f"{x}.html", {}) for x in (1, 2)]
+        assert all("waits passive" in future.result()[0].read_text() for future in futures)
+    assert "OMP_WAIT_POLICY" not in os.environ
+    slow = _notebook(tmp_path, "x = 1", "import time\ntime.sleep(60)")
+    began = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt), exporting(tmp_path, 2) as export:
+        future = export(slow, {}, tmp_path / "slow.html", {})
+        while not any("ipykernel" in " ".join(child.cmdline()) for child in psutil.Process().children()):
+            time.sleep(0.1)
+        raise KeyboardInterrupt
+    assert time.perf_counter() - began < 40 and isinstance(future.exception(), Exception)
+    assert not [child for child in psutil.Process().children() if "ipykernel" in " ".join(child.cmdline())]

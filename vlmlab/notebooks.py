@@ -11,6 +11,7 @@ show_answer         a notebook's computed answer, as its first output
 import contextlib
 import copy
 import hashlib
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +30,7 @@ from vlmlab.errors import VlmlabError
 from vlmlab.machine import device_info, versions
 from vlmlab.page import policy, text, write_page
 
+WAITING = "OMP_WAIT_POLICY"
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
 
@@ -77,15 +79,37 @@ def exporting(notebooks: Path, count: int) -> Iterator[Callable[..., Future]]:
 
     Args: notebooks: their folder. count: at once. Yields: takes the arguments of export_notebook, returns a future.
     """
+    waiting = os.environ.get(WAITING)
+
+    def begin(*given: Any) -> Future:
+        os.environ[WAITING] = "passive"  # threads that spin while they wait would take the other kernel's cores
+        return pool.submit(_export, *given)
+
     with contextlib.chdir(notebooks), ThreadPoolExecutor(count) as pool:  # papermill would change it in every thread
         try:
-            yield lambda *given: pool.submit(export_notebook, *given)
+            yield begin
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for child in psutil.Process().children():
                 if any("ipykernel" in part for part in child.cmdline()):
                     child.kill()
             raise
+        finally:
+            pool.shutdown()
+            os.environ.pop(WAITING, None)
+            if waiting is not None:
+                os.environ[WAITING] = waiting
+
+
+def _export(*given: Any) -> tuple[Path, float, str | None]:
+    """In a thread of its own, whose event loop nobody else would close."""
+    from jupyter_core.utils import ensure_event_loop
+
+    loop = ensure_event_loop()
+    try:
+        return export_notebook(*given)
+    finally:
+        loop.close()
 
 
 def run_notebook(notebook: Path, parameters: Mapping[str, Any], timeout_s: int = 1800) -> Any:
