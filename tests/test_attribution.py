@@ -236,7 +236,7 @@ def blind(function, *places):
 
     @functools.wraps(function)
     def ignoring(*args):
-        if args[-1] != "sglang":
+        if "sglang" not in [argument for argument in args if isinstance(argument, str)]:
             return function(*args)
         ones = [[torch.ones_like(t) for t in a] if isinstance(a, list) else torch.ones_like(a) for a in args[:2]]
         return function(*(ones[i] if i in places else a for i, a in enumerate(args)))

@@ -107,7 +107,7 @@ def test_notebooks_run_and_export(file, made, request, tmp_path):
 def test_no_forward_pass_is_computed_twice(answers, traces, checkpoint, tmp_path, monkeypatch):
     """By any process that used this store: this one, the notebooks' kernels, the commands that were tested before."""
     run = investigate(Passes.of(checkpoint), *traces, answers.pairs)
-    write_report(tmp_path / "report.html", [run])
+    write_report(tmp_path / "first.html", [run])
     for question in ("04_", "05_"):
         (file,) = (file for file in NOTEBOOKS if file.name.startswith(question))
         execute(file, SMALL, tmp_path)
