@@ -69,7 +69,7 @@ def test_in_fp8_prefills_have_the_same_bits_and_answers_stay(family, forwards, p
     sizes = watched(monkeypatch)
     found = batch_effect(forwards[family], posed, IN_FP8)
     assert found.prefills == found.answers == 0
-    assert sizes[0][0] == (1 if family == MOE else 4)  # experts share a scale over the rows of a call
+    assert max(sizes)[0] == (1 if family == MOE else 4)  # experts share a scale over the rows of a call
     assert found.bitwise_equal or family != MOE
 
 
@@ -101,7 +101,7 @@ def test_one_row_that_a_batch_changes_is_found(row, forwards, posed, monkeypatch
     sizes = watched(monkeypatch, nudged)
     found = batch_effect(forwards["qwen3_vl"], posed, Way(hf_plan()))
     assert found.prefills == 1 and 0 < found.steps <= found.decode_steps / 2 and not found.bitwise_equal
-    assert sizes[0][0] == 4 and sizes[-1][0] == 1
+    assert max(sizes)[0] == 4 and min(sizes)[0] == 1
 
 
 def test_a_swap_of_two_sequences_changes_their_answers(forwards, posed, monkeypatch):
@@ -152,7 +152,7 @@ def test_an_ended_sequence_leaves_the_batch_and_the_others_keep_their_bits(forwa
     sizes = watched(monkeypatch)
     found = batch_effect(forward, posed, way)
     assert found.bitwise_equal
-    assert sizes[0][0] == 4 and {2, 3} & {batch for batch, tokens in sizes if tokens == 1}
+    assert max(sizes)[0] == 4 and {2, 3} & {batch for batch, tokens in sizes if tokens == 1}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

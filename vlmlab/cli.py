@@ -415,7 +415,7 @@ def _print_explanation(explanation: "Explanation") -> None:
 
 
 def _capture(options: argparse.Namespace, say: Progress) -> tuple["Trace", "Trace", Path]:
-    from vlmlab.capture import capture_both
+    from vlmlab.capture import capture_hf, capture_sglang, is_stored
     from vlmlab.checkpoint import load_checkpoint
     from vlmlab.engines import Engines
     from vlmlab.generation import capture_answers
@@ -437,9 +437,12 @@ def _capture(options: argparse.Namespace, say: Progress) -> tuple["Trace", "Trac
     out = Path(options.out) if options.out else Path("runs") / f"{Path(checkpoint.name).name}-{inputs.hash[:8]}"
     about = {"fresh": options.fresh, "engine_args": engine_args, "say": say}
     with Engines(checkpoint, options.attention, engine_args) as engines:
-        hf, sglang = capture_both(checkpoint, inputs, attention=options.attention, engines=engines, **about)
-        for trace in (hf, sglang):
-            save_trace(trace, out / trace.info.engine)
+        if options.fresh or not is_stored(checkpoint, inputs, options.attention):
+            engines.sglang_soon()
+        hf = capture_hf(checkpoint, inputs, fresh=options.fresh, attention=options.attention, say=say, engines=engines)
+        save_trace(hf, out / "hf")
+        sglang = capture_sglang(checkpoint, inputs, hf, engines=engines, **about)
+        save_trace(sglang, out / "sglang")
         if options.decode:
             answers = capture_answers(
                 checkpoint, inputs, hf, sglang, options.decode, shapes=False, engines=engines, **about

@@ -15,6 +15,7 @@ from vlmlab import store
 from vlmlab.checkpoint import Checkpoint
 from vlmlab.engine_hf import HFEngine, open_hf
 from vlmlab.engine_sglang import SGLangEngine, open_sglang
+from vlmlab.errors import VlmlabError
 from vlmlab.machine import has_cuda
 
 SMALL_BYTES = 2**30  # of weights, of which two engines fit beside each other
@@ -77,9 +78,11 @@ class Engines:
         return engine
 
     def sglang_soon(self) -> None:
-        """SGLang will be needed: let it start while Transformers works, where both may be open."""
+        """SGLang will be needed: let it start while Transformers works, where both may be open. If it cannot, it says
+        so when it is needed."""
         if self.together:
-            self._begin()
+            with contextlib.suppress(VlmlabError):
+                self._begin()
 
     def _begin(self) -> SGLangEngine:
         if self._started is None:
