@@ -212,7 +212,7 @@ class Forward:
         self, hybrid: Hybrid, prefill: _Prefill, plan: Plan, forced: Sequence[int] = ()
     ) -> list[tuple[list[int], Tensor]]:
         """Greedy tokens and logits of every sequence."""
-        cache = Cache(dict(prefill.cache.keys), dict(prefill.cache.values))  # extended by new tensors, never in place
+        cache = prefill.cache.copy()
 
         def step(ids: Tensor, positions: Tensor, going: list[int] | None) -> Tensor:
             if going is not None:

@@ -200,8 +200,9 @@ class _Kept(Generic[T]):
 
     def put(self, key: tuple, value: T, tensors: Iterable[Tensor]) -> None:
         size = sum(tensor.nbytes for tensor in tensors)
+        _, before = self._values.pop(key, (None, 0))  # one that is computed again takes no room twice
         self._values[key] = value, size
-        self._total += size
+        self._total += size - before
         while self._total > self._limit:
             _, (_, gone) = self._values.popitem(last=False)
             self._total -= gone
